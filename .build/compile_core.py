@@ -1,0 +1,77 @@
+"""Build hook: compile `kv_pool/core` with mypyc into the wheel, or fall back to plain Python.
+
+The environment variable KV_POOL_BUILD decides, at build time only:
+    auto (default)  compile; where that fails, for want of a C compiler say, build a plain wheel
+    compiled        compile or fail
+    plain           do not compile
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+# invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
+# compiled, block_pool.py has to stay an ordinary class (see there).
+NOT_COMPILED = {"__init__.py", "invariants.py", "kv_events.py", "block_pool.py"}
+
+
+class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        mode = os.environ.get("KV_POOL_BUILD", "auto")
+        if mode not in ("auto", "compiled", "plain"):
+            raise ValueError(f"KV_POOL_BUILD is {mode!r}; it is auto, compiled or plain")
+        self.build_dir = tempfile.mkdtemp(prefix="kv_pool-mypyc-")
+        if self.target_name != "wheel" or version == "editable" or mode == "plain":
+            return
+        try:
+            extensions = self.compile_core(Path(self.build_dir))
+        except (Exception, SystemExit) as error:  # mypyc exits, setuptools raises
+            if mode == "compiled":
+                raise
+            self.app.display_warning(f"kv_pool: core not compiled, it runs as plain Python ({error})")
+            return
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+        build_data["force_include"].update(extensions)
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        shutil.rmtree(self.build_dir, ignore_errors=True)
+
+    def compile_core(self, build_dir: Path) -> dict[str, str]:
+        """Compile into `build_dir`; which file goes where in the wheel."""
+        from mypyc.build import mypycify
+        from setuptools import Distribution
+
+        before = os.getcwd()
+        os.chdir(self.root)  # module names come from paths relative to here
+        try:
+            paths = sorted(
+                str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
+            )
+            options = ["--ignore-missing-imports", f"--cache-dir={build_dir / 'mypy'}"]
+            distribution = Distribution(
+                {
+                    "name": "kv_pool",
+                    "ext_modules": mypycify(
+                        [*options, *paths],
+                        opt_level="3",
+                        group_name="kv_pool",
+                        target_dir=str(build_dir / "c"),
+                    ),
+                }
+            )
+            command = distribution.get_command_obj("build_ext")
+            command.build_lib = str(build_dir / "lib")
+            command.build_temp = str(build_dir / "temp")
+            command.ensure_finalized()
+            command.run()
+        finally:
+            os.chdir(before)
+        built = (build_dir / "lib").rglob("*.*")
+        return {str(path): str(path.relative_to(build_dir / "lib")) for path in built if path.is_file()}

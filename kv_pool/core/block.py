@@ -1,0 +1,118 @@
+"""`KVCacheBlock`: what the pool knows about one block of KV slots."""
+
+from typing import Any
+from weakref import ref
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockHashWithGroupId
+
+
+# Compiled, a block has no cyclic-GC header (`acyclic`): a million of them cost a collection nothing.
+# The price is that no reference cycle may run through blocks for good. The two places that could make
+# one are the free links, which `FreeKVCacheBlockQueue.__del__` undoes, and the way back to the pool,
+# which is a weak reference.
+@mypyc_attr(acyclic=True)
+class KVCacheBlock:
+    """Metadata of one block of `block_size` KV token slots; the bytes live in the engine's tensors.
+
+    Attributes:
+        block_id: index into the KV tensors and into `BlockPool.blocks`; -1 for queue sentinels.
+        ref_cnt: how many requests hold the block; 0 exactly while the block is in the free queue.
+        block_hash: key under which the block is found by prefix; None when it is not cached.
+        block_hash_num_tokens: tokens from the start of the sequence that the hash covers.
+        prev_free_block, next_free_block: neighbours in the free queue; None when not linked.
+        is_null: True for the pool's block 0, which stands for "no KV here" in a block table.
+        pool: the pool that made the block, None for a bare block (or once its pool is gone).
+
+    Blocks compare by identity, are hashable, and can not be weakly referenced.
+
+    States (`linked` = in the free queue):
+
+        state         ref_cnt  linked  hash   left by
+        clean         0        yes     no     get_new_blocks, touch
+        cached-free   0        yes     yes    get_new_blocks (hash dropped), touch, evict_blocks
+        owned         >= 1     no      no     cache_full_blocks, free_blocks
+        owned-cached  >= 1     no      yes    free_blocks, evict_blocks
+        null          any      no      no     never
+
+    Contract: vLLM 0.33 `KVCacheBlock`.
+    """
+
+    __slots__ = (
+        "_block_hash",
+        "_block_hash_num_tokens",
+        "_owner",
+        "block_id",
+        "is_null",
+        "next_free_block",
+        "prev_free_block",
+        "ref_cnt",
+    )
+
+    def __init__(
+        self,
+        block_id: int,
+        ref_cnt: int = 0,
+        _block_hash: BlockHashWithGroupId | None = None,
+        _block_hash_num_tokens: int | None = None,
+        prev_free_block: "KVCacheBlock | None" = None,
+        next_free_block: "KVCacheBlock | None" = None,
+        is_null: bool = False,
+        *,
+        pool: Any = None,
+    ) -> None:
+        self.block_id: int = block_id
+        self.ref_cnt: int = ref_cnt
+        self._block_hash: BlockHashWithGroupId | None = _block_hash
+        self._block_hash_num_tokens: int | None = _block_hash_num_tokens
+        self.prev_free_block: KVCacheBlock | None = prev_free_block
+        self.next_free_block: KVCacheBlock | None = next_free_block
+        self.is_null: bool = is_null
+        # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
+        self._owner: Any = None if pool is None else ref(pool)
+
+    @property
+    def block_hash(self) -> BlockHashWithGroupId | None:
+        return self._block_hash
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        return self._block_hash_num_tokens
+
+    @property
+    def pool(self) -> Any:
+        owner = self._owner
+        return None if owner is None else owner()
+
+    def set_block_hash(
+        self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None
+    ) -> None:
+        """Give a hash to a block that has none.
+
+        Raises:
+            InvalidBlockError: the block already carries a hash or a token count. Nothing has changed.
+        """
+        if self._block_hash is not None or self._block_hash_num_tokens is not None:
+            raise InvalidBlockError(
+                f"block {self.block_id} already carries a hash; call reset_hash() or evict it first"
+            )
+        self._block_hash = block_hash
+        self._block_hash_num_tokens = num_tokens
+
+    def reset_hash(self) -> None:
+        """Forget hash and token count. The prefix map is not told; `BlockPool` does both together."""
+        self._block_hash = None
+        self._block_hash_num_tokens = None
+
+    def __repr__(self) -> str:
+        before = self.prev_free_block
+        after = self.next_free_block
+        return (
+            f"KVCacheBlock(block_id={self.block_id}, ref_cnt={self.ref_cnt}, "
+            f"_block_hash={self._block_hash!r}, "
+            f"_block_hash_num_tokens={self._block_hash_num_tokens}, "
+            f"prev_free_block={None if before is None else before.block_id}, "
+            f"next_free_block={None if after is None else after.block_id})"
+        )

@@ -1,0 +1,145 @@
+"""`BlockHasher`: the name of a prefix, so that two requests can find out they share it."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, find_extra_keys
+from kv_pool.core.token_packing import pack_cbor, pack_fixed
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.ids import BlockHash
+
+HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
+
+_VLLM_SEED = "vllm-none-hash"
+
+
+class BlockHasher:
+    """Hashes token sequences block by block, each block over its parent's hash, tokens and extra keys.
+
+        >>> from kv_pool import BlockHasher
+        >>> hasher = BlockHasher("sha256_cbor", block_size=4)
+        >>> [block_hash.hex()[:8] for block_hash in hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8, 9])]
+        ['58d0879d', 'e1bc2939']
+
+    Equal hashes stand for equal prefixes: same tokens, same extra keys, from the first token on.
+
+    Args:
+        algorithm:
+            `xxh3_128`: fast, 16 bytes. Not collision-resistant against someone who knows the seed,
+            which is therefore secret and new in each process unless given.
+            `sha256`: 32 bytes, collision-resistant: the safe choice when tenants share a pool.
+            `sha256_cbor`: 32 bytes, byte for byte what vLLM 0.33 computes under that name; the same in
+            every process and language.
+        seed: goes into the root of every chain. Default: random for `xxh3_128`, fixed for `sha256`,
+            vLLM's own default for `sha256_cbor` (vLLM uses PYTHONHASHSEED's value when that is set).
+        block_size: tokens per hash, at least 1.
+
+    Attributes:
+        root: the parent of every first block.
+        digest_size: bytes per hash.
+    """
+
+    def __init__(
+        self, algorithm: str = "xxh3_128", seed: str | None = None, block_size: int = 16
+    ) -> None:
+        if algorithm not in HASH_ALGORITHMS:
+            raise InvalidArgumentError(
+                f"unknown hash algorithm {algorithm!r}; known are {', '.join(HASH_ALGORITHMS)}"
+            )
+        if not isinstance(block_size, int):
+            raise InvalidTypeError(f"block_size is a {type(block_size).__name__}; it counts tokens")
+        if block_size < 1:
+            raise InvalidArgumentError(f"block_size is {block_size}; it counts tokens, at least 1")
+        self.algorithm: str = algorithm
+        self.block_size: int = block_size
+        self.digest_size: int = 16 if algorithm == "xxh3_128" else 32
+        self.root: BlockHash
+        self._xxh3_seed: int = 0
+        if algorithm == "sha256_cbor":
+            from cbor2 import dumps
+
+            text = _VLLM_SEED if seed is None else seed
+            self.root = BlockHash(hashlib.sha256(dumps(text, canonical=True)).digest())
+        elif algorithm == "sha256":
+            text = "" if seed is None else seed
+            self.root = BlockHash(hashlib.sha256(b"kv_pool sha256 " + text.encode()).digest())
+        else:
+            text = os.urandom(32).hex() if seed is None else seed
+            secret = hashlib.sha256(b"kv_pool xxh3_128 " + text.encode()).digest()
+            self.root = BlockHash(secret[:16])
+            self._xxh3_seed = int.from_bytes(secret[16:24], "big")
+
+    def hash_blocks(
+        self,
+        token_ids: Sequence[int],
+        parent: BlockHash | None = None,
+        extra_keys: Sequence[ExtraKeys | None] = (),
+    ) -> list[BlockHash]:
+        """Hashes of the full blocks of `token_ids`, head first; a partial block at the end has none.
+
+        Args:
+            token_ids: any sequence of ints in 0..2**64-1, a numpy array included.
+            parent: hash of the block before the first token; None at the start of a sequence.
+            extra_keys: one entry per block, None for a block without; may be shorter.
+        Raises:
+            InvalidArgumentError: a token out of range (says which), a parent of the wrong length.
+            InvalidTypeError: a token that is not an integer.
+        Cost: packs all tokens in one pass, then one digest a block.
+        """
+        if parent is not None and len(parent) != self.digest_size:
+            raise InvalidArgumentError(
+                f"parent has {len(parent)} bytes; {self.algorithm} hashes have {self.digest_size}"
+            )
+        previous: bytes = self.root if parent is None else parent
+        hashes: list[BlockHash] = []
+        num_extra = len(extra_keys)
+        if self.algorithm == "sha256_cbor":
+            for index, piece in enumerate(pack_cbor(token_ids, self.block_size)):
+                keys = extra_keys[index] if index < num_extra else None
+                # array(3), byte string of 32, the parent, the tokens, then extra keys or null
+                tail = b"\xf6" if keys is None else _encode_extra_keys(keys)
+                previous = hashlib.sha256(b"\x83\x58\x20" + previous + piece + tail).digest()
+                hashes.append(BlockHash(previous))
+            return hashes
+        pieces = pack_fixed(token_ids, self.block_size)
+        xxh3: Callable[[bytes, int], bytes] = xxhash.xxh3_128_digest
+        is_xxh3 = self.algorithm == "xxh3_128"
+        for index, piece in enumerate(pieces):
+            payload = previous + piece
+            if index < num_extra:
+                keys = extra_keys[index]
+                if keys is not None:
+                    payload += _encode_extra_keys(keys)
+            if is_xxh3:
+                previous = xxh3(payload, self._xxh3_seed)
+            else:
+                previous = hashlib.sha256(payload).digest()
+            hashes.append(BlockHash(previous))
+        return hashes
+
+    def hash_request(self, request: CacheableRequest) -> list[BlockHash]:
+        """Hashes of the full blocks that `request.block_hashes` does not cover yet. Changes nothing.
+
+        Appended tokens cost their own blocks only.
+        Raises: as `hash_blocks`.
+        """
+        known = request.block_hashes
+        start = len(known) * self.block_size
+        token_ids = request.all_token_ids[start:]
+        num_blocks = len(token_ids) // self.block_size
+        if num_blocks == 0:
+            return []
+        extra_keys: list[ExtraKeys | None] = []
+        if request.lora_request or request.mm_features or (request.cache_salt and start == 0):
+            for first in range(start, start + num_blocks * self.block_size, self.block_size):
+                extra_keys.append(find_extra_keys(request, first, first + self.block_size))
+        return self.hash_blocks(token_ids, known[-1] if known else None, extra_keys)
+
+
+def _encode_extra_keys(keys: ExtraKeys) -> bytes:
+    from cbor2 import dumps
+
+    return dumps(keys, canonical=True)

@@ -1,0 +1,40 @@
+"""`BlockPool`: hands out blocks of KV slots and remembers which of them hold which prefix."""
+
+from kv_pool.core.pool_core import BlockPoolCore
+
+
+# Never compiled, so that a pool has a `__dict__`, can be weakly referenced (its blocks do that) and can be
+# subclassed and patched like any Python class, while every method runs compiled in the base class.
+class BlockPool(BlockPoolCore):
+    """Hands out blocks of KV slots and remembers which of them hold which prefix.
+
+        >>> from kv_pool import BlockPool
+        >>> pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+        >>> blocks = pool.get_new_blocks(3)
+        >>> [block.block_id for block in blocks], pool.get_num_free_blocks()
+        ([1, 2, 3], 4)
+        >>> pool.free_blocks(reversed(blocks))
+        >>> pool.get_num_free_blocks()
+        7
+
+    A free block keeps its hash until it is handed out again: free is not empty. Which block goes next is
+    the order of the free queue: least recently freed first, a request's tail before its head.
+
+    Args:
+        num_gpu_blocks: all blocks, block 0 included, which becomes the null block and is never handed out.
+        enable_caching: False makes every freed block the next to be reused.
+        hash_block_size: tokens per request hash; a group's block size is a multiple of it.
+        enable_kv_cache_events: append to `kv_event_queue` what happens to the prefix map.
+        metrics_collector: a `BlockObserver` that is told of every hand-out, hit and eviction.
+        medium: GPU, CPU or STORAGE; goes into the events.
+
+    Attributes:
+        blocks: all blocks; a block's id is its index.
+        free_block_queue: the free blocks in eviction order.
+        cached_block_hash_to_block: the prefix map.
+        null_block: block 0; stands for "no KV here" in a block table.
+        num_evictions: how many times a block has lost its hash, counting up for the pool's whole life.
+
+    Not thread-safe: one scheduler thread calls it. Pools compare by identity.
+    Contract: vLLM 0.33 `BlockPool`.
+    """

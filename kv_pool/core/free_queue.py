@@ -1,0 +1,228 @@
+"""`FreeKVCacheBlockQueue`: the free blocks, next to be reused first."""
+
+from collections.abc import Iterator, Sequence
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import (
+    CorruptedPoolError,
+    InvalidArgumentError,
+    InvalidBlockError,
+    OutOfBlocksError,
+)
+
+
+class FreeKVCacheBlockQueue:
+    """A doubly linked list through the blocks' own links, between two sentinels.
+
+        fake_free_list_head <-> block <-> block <-> ... <-> fake_free_list_tail
+
+    A block leaves from any place in O(1) without an allocation, which is what a prefix hit on a free
+    block needs. Both links of a block outside the queue are None. The queue does not look at reference
+    counts and does not find out whether an appended block is already linked: its owner, `BlockPool`,
+    keeps "linked exactly when ref_cnt is 0" (invariant Q3).
+
+    Args:
+        blocks: distinct blocks; the first is reused first. Their links are overwritten.
+
+    Contract: vLLM 0.33 `FreeKVCacheBlockQueue`.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.num_free_blocks: int = len(blocks)
+        self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
+        self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)
+        before = self.fake_free_list_head
+        for block in blocks:
+            block.prev_free_block = before
+            before.next_free_block = block
+            before = block
+        before.next_free_block = self.fake_free_list_tail
+        self.fake_free_list_tail.prev_free_block = before
+
+    def __del__(self) -> None:
+        # Linked blocks hold each other alive, and compiled blocks are invisible to the cyclic GC.
+        # A link is cut only where both ends agree: the blocks may be in a younger queue by now.
+        try:
+            block = self.fake_free_list_head
+        except AttributeError:  # __init__ never ran
+            return
+        after = block.next_free_block
+        while after is not None and after.prev_free_block is block:
+            block.next_free_block = None
+            after.prev_free_block = None
+            block = after
+            after = block.next_free_block
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the block that is next to be reused. O(1).
+
+        Raises:
+            OutOfBlocksError: the queue is empty.
+            CorruptedPoolError: the counter and the links disagree.
+        """
+        tail = self.fake_free_list_tail
+        block = self.fake_free_list_head.next_free_block
+        if block is None or block is tail:
+            if self.num_free_blocks:
+                raise CorruptedPoolError(
+                    f"num_free_blocks is {self.num_free_blocks} but no block is linked: "
+                    "the counter is out of sync with the queue"
+                )
+            raise OutOfBlocksError("No free blocks available")
+        after = block.next_free_block
+        if after is None:
+            raise CorruptedPoolError(f"the first free block has no next_free_block: {block!r}")
+        self.fake_free_list_head.next_free_block = after
+        after.prev_free_block = self.fake_free_list_head
+        block.prev_free_block = None
+        block.next_free_block = None
+        self.num_free_blocks -= 1
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the `n` blocks that are next to be reused, in that order. O(n); 0 gives [].
+
+        Raises:
+            InvalidArgumentError: `n` is negative or above `num_free_blocks`. Nothing has changed.
+            CorruptedPoolError: fewer are linked than `num_free_blocks` says; those stay linked.
+        """
+        if n < 0 or n > self.num_free_blocks:
+            raise InvalidArgumentError(
+                f"asked for {n} blocks, {self.num_free_blocks} are in the free queue"
+            )
+        taken: list[KVCacheBlock] = []
+        if n == 0:
+            return taken
+        head = self.fake_free_list_head
+        block = head.next_free_block
+        for _ in range(n):
+            if block is None:
+                break
+            after = block.next_free_block
+            block.prev_free_block = None
+            block.next_free_block = None
+            taken.append(block)
+            block = after
+        if block is None:  # a sound queue has at least the tail left
+            self._relink(taken)
+            raise CorruptedPoolError(
+                f"num_free_blocks is {self.num_free_blocks} but only {len(taken)} blocks are linked: "
+                "the counter is out of sync with the queue"
+            )
+        head.next_free_block = block
+        block.prev_free_block = head
+        self.num_free_blocks -= n
+        return taken
+
+    def _relink(self, taken: list[KVCacheBlock]) -> None:
+        """Undo a `popleft_n` that ran out of blocks: link what it took, and only that, in order."""
+        tail = self.fake_free_list_tail
+        if taken and taken[-1] is tail:
+            taken.pop()
+        before = self.fake_free_list_head
+        for block in taken:
+            before.next_free_block = block
+            block.prev_free_block = before
+            before = block
+        before.next_free_block = tail
+        tail.prev_free_block = before
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take `block` out from wherever it is. O(1). It must be in this queue, which is not checked.
+
+        Raises:
+            InvalidBlockError: a link of `block` is None, so it is in no queue. Nothing has changed.
+        """
+        before = block.prev_free_block
+        after = block.next_free_block
+        if before is None or after is None:
+            raise InvalidBlockError(f"block {block.block_id} is not in the free queue: {block!r}")
+        before.next_free_block = after
+        after.prev_free_block = before
+        block.prev_free_block = None
+        block.next_free_block = None
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put `block` at the back, to be reused last. O(1).
+
+        Raises:
+            CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
+        """
+        tail = self.fake_free_list_tail
+        before = tail.prev_free_block
+        if before is None:
+            raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
+        before.next_free_block = block
+        block.prev_free_block = before
+        block.next_free_block = tail
+        tail.prev_free_block = block
+        self.num_free_blocks += 1
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the back in the given order; the last one is reused last. O(len(blocks)).
+
+        Raises:
+            CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
+        """
+        if not blocks:
+            return
+        tail = self.fake_free_list_tail
+        before = tail.prev_free_block
+        if before is None:
+            raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
+        for block in blocks:
+            block.prev_free_block = before
+            before.next_free_block = block
+            before = block
+        before.next_free_block = tail
+        tail.prev_free_block = before
+        self.num_free_blocks += len(blocks)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the front in the given order; the first one is reused next. O(len(blocks)).
+
+        Raises:
+            CorruptedPoolError: the head sentinel is not linked. Nothing has changed.
+        """
+        if not blocks:
+            return
+        before = self.fake_free_list_head
+        after = before.next_free_block
+        if after is None:
+            raise CorruptedPoolError("the head of the free queue has no next_free_block")
+        for block in blocks:
+            block.prev_free_block = before
+            before.next_free_block = block
+            before = block
+        before.next_free_block = after
+        after.prev_free_block = before
+        self.num_free_blocks += len(blocks)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """The free blocks, next to be reused first. O(num_free_blocks).
+
+        Raises:
+            CorruptedPoolError: a link is missing on the way to the tail.
+        """
+        tail = self.fake_free_list_tail
+        blocks: list[KVCacheBlock] = []
+        block = self.fake_free_list_head.next_free_block
+        while block is not tail:
+            if block is None:
+                raise CorruptedPoolError(f"the free queue breaks off after {len(blocks)} blocks")
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Walk the queue lazily: from the front, or from the block after `cursor`.
+
+        The walk reads links as it goes. It ends at the tail or at a missing link, so a `cursor` that is
+        no longer free yields nothing, and one that was freed again goes on from its new place.
+        """
+        before = self.fake_free_list_head if cursor is None else cursor
+        block = before.next_free_block
+        while block is not None and block is not self.fake_free_list_tail:
+            yield block
+            block = block.next_free_block

@@ -1,0 +1,106 @@
+"""The numbered truths about a pool, each one executable. They hold whenever no method is running.
+
+    Q1  head -> ... -> tail takes num_free_blocks + 1 steps along next_free_block
+    Q2  for every step a -> b:  b.prev_free_block is a;  head has no prev, tail no next
+    Q3  linked(b)  <=>  b.ref_cnt == 0 and not b.is_null;  otherwise both its links are None
+    P1  num_free_blocks + |in use| + 1 (the null block) == num_gpu_blocks == len(blocks)
+    P2  the map holds (h, b)  <=>  b carries h
+    P3  blocks[i].block_id == i, and blocks[i] knows this pool as its own
+    P4  block 0, and only block 0, is null; it carries no hash
+    P5  b.ref_cnt >= 0
+    M1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
+
+`check(pool)` raises CorruptedPoolError naming the first that fails. Never compiled: it is for tests,
+for a suspicious operator, and for whoever changes the core.
+"""
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.errors import CorruptedPoolError
+
+
+def check(pool: BlockPool) -> None:
+    """Verify every invariant. O(number of blocks). Raises CorruptedPoolError; changes nothing."""
+    check_free_queue(pool.free_block_queue)
+    check_blocks(pool)
+    check_prefix_map(pool)
+
+
+def check_free_queue(queue: FreeKVCacheBlockQueue) -> None:
+    """Q1, Q2. O(num_free_blocks)."""
+    block = queue.fake_free_list_head
+    if block.prev_free_block is not None:
+        raise CorruptedPoolError("Q2: the head sentinel has a prev_free_block")
+    for _ in range(queue.num_free_blocks + 1):
+        after = block.next_free_block
+        if after is None:
+            raise CorruptedPoolError(f"Q1: the queue ends at block {block.block_id}")
+        if after.prev_free_block is not block:
+            raise CorruptedPoolError(
+                f"Q2: block {after.block_id} does not point back to block {block.block_id}"
+            )
+        block = after
+    if block is not queue.fake_free_list_tail:
+        raise CorruptedPoolError(
+            f"Q1: {queue.num_free_blocks} steps from the head lead to block {block.block_id}, not the tail"
+        )
+    if block.next_free_block is not None:
+        raise CorruptedPoolError("Q2: the tail sentinel has a next_free_block")
+
+
+def check_blocks(pool: BlockPool) -> None:
+    """Q3, P1, P3, P4, P5. O(number of blocks)."""
+    linked = {id(block) for block in pool.free_block_queue.get_all_free_blocks()}
+    num_in_use = 0
+    if len(pool.blocks) != pool.num_gpu_blocks:
+        raise CorruptedPoolError(f"P1: {len(pool.blocks)} blocks of {pool.num_gpu_blocks}")
+    for position, block in enumerate(pool.blocks):
+        if block.block_id != position:
+            raise CorruptedPoolError(f"P3: block {block.block_id} is at position {position}")
+        if block.pool is not pool:
+            raise CorruptedPoolError(f"P3: block {position} does not know its pool")
+        if block.is_null != (position == 0) or (position == 0) != (block is pool.null_block):
+            raise CorruptedPoolError(f"P4: block {position} has is_null {block.is_null}")
+        if block.is_null and block.block_hash is not None:
+            raise CorruptedPoolError("P4: the null block carries a hash")
+        if block.ref_cnt < 0:
+            raise CorruptedPoolError(f"P5: block {position} has ref_cnt {block.ref_cnt}")
+        should_be_linked = block.ref_cnt == 0 and not block.is_null
+        if (id(block) in linked) != should_be_linked:
+            raise CorruptedPoolError(
+                f"Q3: block {position} has ref_cnt {block.ref_cnt} and is "
+                f"{'' if id(block) in linked else 'not '}in the free queue"
+            )
+        if not should_be_linked:
+            if block.prev_free_block is not None or block.next_free_block is not None:
+                raise CorruptedPoolError(f"Q3: block {position} is not free but has links")
+            num_in_use += not block.is_null
+    if len(linked) + num_in_use + 1 != pool.num_gpu_blocks:
+        raise CorruptedPoolError(
+            f"P1: {len(linked)} free + {num_in_use} in use + 1 != {pool.num_gpu_blocks}"
+        )
+
+
+def check_prefix_map(pool: BlockPool) -> None:
+    """M1, P2. O(number of blocks)."""
+    mapped: set[tuple[bytes, int]] = set()
+    for key, entry in pool.cached_block_hash_to_block._cache.items():
+        copies = {entry.block_id: entry} if isinstance(entry, KVCacheBlock) else entry
+        if not copies:
+            raise CorruptedPoolError(f"M1: the entry for {key.hex()} is empty")
+        for block_id, block in copies.items():
+            if block.block_id != block_id:
+                raise CorruptedPoolError(
+                    f"M1: block {block.block_id} is mapped under the id {block_id}"
+                )
+            if block.block_hash != key:
+                raise CorruptedPoolError(
+                    f"P2: the map has block {block_id} under {key.hex()}, which it does not carry"
+                )
+            mapped.add((key, block_id))
+    for block in pool.blocks:
+        if block.block_hash is not None and (block.block_hash, block.block_id) not in mapped:
+            raise CorruptedPoolError(
+                f"P2: block {block.block_id} carries {block.block_hash.hex()}, which is not in the map"
+            )

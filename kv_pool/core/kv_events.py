@@ -1,0 +1,68 @@
+"""What the pool tells the world: facts in the past tense that, in order, rebuild the prefix map.
+
+Encoded with `msgspec.msgpack` these are byte for byte the events of vLLM 0.33: a map keyed by field
+name with the class name under `type`, defaults left out. Not compiled: mypyc would drop the options.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kv_pool.ids import ExternalBlockHash
+
+MEDIUM_GPU = "GPU"
+MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Base of the three events. Mutable: a manager adds what the pool does not know."""
+
+
+class BlockStored(KVCacheEvent):
+    """Blocks of one request and one group can now be hit.
+
+    Attributes:
+        block_hashes: one per stored block, head first; each is the parent of the next.
+        parent_block_hash: hash of the block before the first one, None at the start of a sequence.
+        token_ids: tokens of the whole span, skipped null or masked blocks included.
+        block_size: tokens per hash.
+        lora_id, lora_name: the adapter, None without one. Readers key on the name.
+        medium: where the blocks are: GPU, CPU or STORAGE.
+        extra_keys: per hash, what went into it besides tokens (untagged), None for nothing.
+        group_idx: KV cache group. The manager adds `kv_cache_spec_kind` and, for windows,
+            `kv_cache_spec_sliding_window` (tokens).
+        locality, ownership: set by offloading tiers only.
+        session_id: session of the request that caused the event.
+        lookahead_token_ids: per hash, the tokens after the block that it also covers.
+    """
+
+    block_hashes: list[ExternalBlockHash]
+    parent_block_hash: ExternalBlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    """A block no longer carries this hash. Another copy may still serve hits (as in vLLM)."""
+
+    block_hashes: list[ExternalBlockHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """The prefix cache was reset: no block carries a hash."""

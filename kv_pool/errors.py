@@ -1,0 +1,44 @@
+"""What kv_pool raises when the caller made a mistake, or the pool is full.
+
+Every error is a `KVPoolError`, and also the built-in that callers of vLLM v1 already catch in that
+place, so neither `except KVPoolError` nor `except ValueError` misses one:
+
+| error | also a | raised for |
+|---|---|---|
+| `OutOfBlocksError` | `ValueError` | more blocks asked for than are free |
+| `InvalidArgumentError` | `ValueError`, `AssertionError` | a number, range or name that cannot be meant |
+| `InvalidTypeError` | `TypeError` | a value of the wrong type |
+| `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in the wrong state, or not ours |
+| `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
+| `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
+
+vLLM v1 asserts in some of these places and raises RuntimeError in others; hence the several bases.
+"""
+
+
+class KVPoolError(Exception):
+    """Base of all errors of this library."""
+
+
+class OutOfBlocksError(KVPoolError, ValueError):
+    """More blocks were asked for than are free. Nothing has changed."""
+
+
+class InvalidArgumentError(KVPoolError, ValueError, AssertionError):
+    """An argument that cannot be meant: a negative count, an unknown algorithm. Nothing has changed."""
+
+
+class InvalidTypeError(KVPoolError, TypeError):
+    """An argument, or an element of one, has the wrong type. Nothing has changed."""
+
+
+class InvalidBlockError(KVPoolError, ValueError, AssertionError, RuntimeError):
+    """A block that is not in the state the call needs, or not in this pool. Nothing has changed."""
+
+
+class CorruptedPoolError(KVPoolError, AssertionError, RuntimeError):
+    """The pool contradicts itself: a bug here, or links and counters written from outside."""
+
+
+class TraceError(KVPoolError, ValueError):
+    """A trace that cannot be read. The message starts with `file:line:` where a line is at fault."""

@@ -1,0 +1,122 @@
+"""`Request`: a sequence of tokens with the hashes of its full blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.ids import BlockHash
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter a request runs with. Its name and path keep its KV apart from other adapters'."""
+
+    adapter_id: int
+    name: str
+    path: str
+
+    @property
+    def lora_name(self) -> str:
+        return self.name
+
+    @property
+    def lora_path(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class PlaceholderRange:
+    """The tokens `[offset, offset + length)` of a prompt that stand for one multimodal input."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class MultiModalFeature:
+    """One multimodal input; `identifier` is a digest of its content."""
+
+    identifier: str
+    mm_position: PlaceholderRange
+
+
+class SchedulableRequest(CacheableRequest, Protocol):
+    """What `KVCacheManager` reads of a request; `Request` is one, an engine's own class may be another."""
+
+    @property
+    def request_id(self) -> str:
+        """Names the block table; unique among the requests that hold blocks."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the blocks; the scheduler counts it up after each step."""
+
+
+class Request:
+    """A sequence of tokens with the hashes of its full blocks, kept up to date as it grows.
+
+        >>> from kv_pool import BlockHasher, Request
+        >>> request = Request("r0", [1, 2, 3, 4, 5], BlockHasher(block_size=4))
+        >>> len(request.block_hashes)
+        1
+        >>> request.append_output_token_ids([6, 7, 8])
+        >>> len(request.block_hashes), request.num_tokens
+        (2, 8)
+
+    Args:
+        request_id: unique among the requests that hold blocks.
+        prompt_token_ids: at least one token id, each in 0..2**64-1.
+        hasher: its block size is the pool's `hash_block_size`.
+        lora_request, mm_features (by offset), cache_salt: part of the hashes, see `core/extra_keys.py`.
+        session_id: goes into events.
+
+    Attributes:
+        num_computed_tokens: tokens whose KV is in the blocks. The scheduler sets it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        hasher: BlockHasher,
+        *,
+        lora_request: LoRARequest | None = None,
+        mm_features: Sequence[MultiModalFeature] | None = None,
+        cache_salt: str | None = None,
+        session_id: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.all_token_ids: list[int] = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.lora_request = lora_request
+        self.mm_features = mm_features
+        self.cache_salt = cache_salt
+        self.session_id = session_id
+        self.num_computed_tokens = 0
+        self.block_hashes: list[BlockHash] = []
+        self._hasher = hasher
+        self.block_hashes.extend(hasher.hash_request(self))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def append_output_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Append generated tokens, and the hashes of the blocks they fill.
+
+        Raises:
+            InvalidArgumentError, InvalidTypeError: not token ids; nothing has changed.
+        """
+        num_tokens = len(self.all_token_ids)
+        self.all_token_ids.extend(token_ids)
+        try:
+            self.block_hashes.extend(self._hasher.hash_request(self))
+        except Exception:
+            del self.all_token_ids[num_tokens:]
+            raise

@@ -1,0 +1,1 @@
+"""Numbers about a running pool."""
