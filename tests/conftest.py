@@ -1,0 +1,25 @@
+"""What every test needs: the mode check, and which tests this machine can run."""
+
+import importlib.util
+import os
+
+import kv_pool
+
+EXPECTED_MODE = os.environ.get("KV_POOL_EXPECT")
+
+
+def pytest_configure(config):
+    mode = "compiled" if kv_pool.COMPILED else "plain"
+    if EXPECTED_MODE and EXPECTED_MODE != mode:
+        raise RuntimeError(f"expected the {EXPECTED_MODE} core, this is the {mode} one: {kv_pool.__file__}")
+
+
+def pytest_collection_modifyitems(config, items):
+    if importlib.util.find_spec("vllm") is None:
+        kept = [item for item in items if item.get_closest_marker("vllm") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_report_header(config):
+    return f"kv_pool {kv_pool.__version__}, core {'compiled' if kv_pool.COMPILED else 'plain'}"
