@@ -1,0 +1,1 @@
+"""Production traces, driven through the same manager and pool that an engine would use."""

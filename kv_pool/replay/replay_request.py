@@ -1,0 +1,134 @@
+"""`ReplayRequest`: a trace's request as the manager sees one."""
+
+from itertools import repeat
+from struct import Struct
+from typing import Any
+
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash
+from kv_pool.replay.trace import TraceRequest
+
+CONVENTIONS = ("full_blocks_cap", "full_blocks", "ids_as_blocks_cap", "ids_as_blocks")
+"""What counts as a block that can be cached, and how much of a prompt may be hit.
+
+    full_blocks        full blocks only, as an engine caches them
+    ids_as_blocks      every hash id is a block, as papers count: prompts are filled up to whole ids
+    ..._cap            at least the last token is computed anew, as an engine does
+"""
+
+_pack = Struct("<QI").pack
+_pack_output = Struct("<QQ").pack
+
+
+class ReplayRequest:
+    """A trace's request with the hashes that stand for its blocks.
+
+    Attributes:
+        num_tokens: prompt and generated tokens so far.
+        max_hit_tokens: a hit covers no more than this.
+        num_cacheable_blocks: full blocks of the prompt, the denominator of the block hit rate.
+    """
+
+    # The manager reads these; a trace has none of it.
+    lora_request: Any = None
+    mm_features = None
+    cache_salt = None
+    session_id = None
+
+    __slots__ = (
+        "_block_size",
+        "arrival_ms",
+        "block_hashes",
+        "input_length",
+        "max_hit_tokens",
+        "num_cacheable_blocks",
+        "num_computed_tokens",
+        "num_output_left",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+        "_prompt_ids",
+        "_tokens_per_id",
+    )
+
+    def __init__(
+        self,
+        traced: TraceRequest,
+        block_size: int,
+        convention: str = "full_blocks_cap",
+        trace_block_size: int | None = None,
+        hasher: BlockHasher | None = None,
+    ) -> None:
+        if convention not in CONVENTIONS:
+            raise InvalidArgumentError(
+                f"unknown convention {convention!r}; known are {', '.join(CONVENTIONS)}"
+            )
+        self.request_id = str(traced.line)
+        self.arrival_ms = traced.arrival_ms
+        self.input_length = traced.input_length
+        self.num_computed_tokens = 0
+        self.num_output_left = traced.output_length
+        self._block_size = block_size
+        self.num_tokens = traced.input_length
+        if traced.hash_ids is not None:
+            if trace_block_size is None:
+                raise InvalidArgumentError("a request of hash ids needs the trace's block size")
+            if convention.startswith("ids_as_blocks"):
+                self.num_tokens = len(traced.hash_ids) * trace_block_size
+            self._prompt_ids = traced.hash_ids
+            self._tokens_per_id = trace_block_size
+            self.block_hashes = hash_ids_to_block_hashes(
+                traced.hash_ids, trace_block_size, self.num_tokens, block_size
+            )
+        else:
+            if hasher is None or traced.token_ids is None:
+                raise InvalidArgumentError("a request of token ids needs a BlockHasher")
+            self._prompt_ids = traced.token_ids
+            self._tokens_per_id = 1
+            self.block_hashes = hasher.hash_blocks(traced.token_ids)
+        self.num_prompt_tokens = self.num_tokens
+        self.num_cacheable_blocks = len(self.block_hashes)
+        self.max_hit_tokens = self.num_tokens
+        if convention.endswith("_cap"):
+            self.max_hit_tokens = traced.input_length - 1
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Tokens that stand for the request: of a hash id, the id once for each of its tokens; then zeros
+        for what was generated, which no trace tells."""
+        ids, times = self._prompt_ids, self._tokens_per_id
+        tokens = [token for token in ids for _ in range(times)][: self.num_prompt_tokens]
+        return tokens + [0] * (self.num_tokens - len(tokens))
+
+    def append_output(self, num_tokens: int) -> None:
+        """Generate tokens. The blocks they fill get hashes that nobody else has: a trace does not say what
+        was generated, so such blocks are cached, as an engine would, and never hit."""
+        self.num_tokens += num_tokens
+        self.num_output_left -= num_tokens
+        for index in range(len(self.block_hashes), self.num_tokens // self._block_size):
+            self.block_hashes.append(BlockHash(_pack_output(int(self.request_id), index)))
+
+
+def hash_ids_to_block_hashes(
+    hash_ids: list[int], trace_block_size: int, num_tokens: int, block_size: int
+) -> list[BlockHash]:
+    """Hashes of the full blocks of `block_size` tokens of a prompt known by its trace's hash ids.
+
+    A hash id names the prefix that ends with its block; so the prefix that ends at any token is named by the
+    id of the block it ends in and the number of that block's tokens it reaches. Works for every pair of
+    sizes, and equal prefixes get equal hashes:
+
+        trace blocks   |---- id 7 ----|---- id 9 ----|    trace_block_size 8
+        pool blocks    |-- 7,6 --|-- 9,4 --| rest         block_size 6
+    """
+    num_covered = min(num_tokens, len(hash_ids) * trace_block_size)
+    num_blocks = num_covered // block_size
+    if block_size == trace_block_size:
+        ids = hash_ids if num_blocks == len(hash_ids) else hash_ids[:num_blocks]
+        return [BlockHash(packed) for packed in map(_pack, ids, repeat(block_size))]
+    hashes: list[BlockHash] = []
+    for end in range(block_size, num_blocks * block_size + 1, block_size):
+        index = (end - 1) // trace_block_size
+        hashes.append(BlockHash(_pack(hash_ids[index], end - index * trace_block_size)))
+    return hashes

@@ -1,0 +1,146 @@
+"""`run_replay`: one trace, one pool, one report."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from time import monotonic
+
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.replay.instant_clock import run_instantly
+from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
+from kv_pool.replay.report import ReplayReport, take_provenance
+from kv_pool.replay.tally import Tally
+from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace_clock import EngineRates, TraceClock
+
+CLOCKS = ("instant", "trace")
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per block for traces of token ids, which have none of their own."""
+
+_SECONDS_BETWEEN_PROGRESS = 0.1
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What to replay, and through what.
+
+    Attributes:
+        trace: a file, or the name of a bundled trace.
+        num_blocks: capacity in blocks, the null block not counted.
+        block_size: tokens per pool block; None for the trace's own (16 for traces of token ids).
+        convention: what counts as a block that can be hit, see `replay_request.CONVENTIONS`.
+        clock: "instant" or "trace".
+        rates: the engine that the trace clock imagines.
+        limit: only this many requests from the start.
+        trace_block_size, timestamp_unit, skip_broken: see `Trace`.
+        seed: of the block hashes, for traces of token ids.
+    """
+
+    trace: str
+    num_blocks: int
+    block_size: int | None = None
+    convention: str = CONVENTIONS[0]
+    clock: str = "instant"
+    rates: EngineRates = field(default_factory=EngineRates)
+    limit: int | None = None
+    trace_block_size: int | None = None
+    timestamp_unit: str = "ms"
+    skip_broken: bool = False
+    seed: str = "0"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a replay is: share of the trace read, and the numbers so far."""
+
+    share: float
+    num_requests: int
+    token_hit_rate: float
+    usage: float
+
+
+def run_replay(
+    settings: ReplaySettings, on_progress: Callable[[Progress], None] | None = None
+) -> ReplayReport:
+    """Replay a trace through a fresh pool and manager.
+
+    Args:
+        on_progress: called about ten times a second.
+    Raises:
+        TraceError: the trace can not be read.
+        InvalidArgumentError: settings that can not be meant; a capacity in which no request fits.
+    """
+    _check(settings)
+    trace = Trace(
+        settings.trace,
+        block_size=settings.trace_block_size,
+        timestamp_unit=settings.timestamp_unit,
+        skip_broken=settings.skip_broken,
+    )
+    block_size = settings.block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+    manager = KVCacheManager(BlockPool(settings.num_blocks + 1, True, block_size))
+    tally = Tally(
+        manager,
+        ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
+    )
+    next_progress = 0.0
+
+    def on_request(tally: Tally) -> None:
+        nonlocal next_progress
+        if on_progress is not None and monotonic() >= next_progress:
+            next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
+            on_progress(
+                Progress(
+                    trace.position, tally.report.requests, tally.token_hit_rate, manager.usage
+                )
+            )
+
+    requests = _read_requests(trace, block_size, settings)
+    if settings.clock == "instant":
+        report = run_instantly(requests, tally, on_request)
+    else:
+        report = TraceClock(tally, settings.rates).run(requests, on_request)
+    if report.refused_requests == report.requests:
+        raise InvalidArgumentError(
+            f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the smallest "
+            f"request needs {tally.smallest_refused}"
+        )
+    report.broken_lines = trace.num_broken
+    report.first_broken = trace.first_broken
+    report.settings = {
+        name: value
+        for name, value in {**asdict(settings), **asdict(settings.rates)}.items()
+        if isinstance(value, (str, int, float))
+    }
+    report.provenance = take_provenance(
+        str(trace.path), trace.digest(), trace.block_size, settings.seed
+    )
+    return report
+
+
+def _check(settings: ReplaySettings) -> None:
+    if settings.num_blocks < 1:
+        raise InvalidArgumentError(
+            f"the pool would have {settings.num_blocks} blocks; it needs at least 1 besides the null block"
+        )
+    if settings.block_size is not None and settings.block_size < 1:
+        raise InvalidArgumentError(f"block_size is {settings.block_size}; it counts tokens, 1 or more")
+    if settings.clock not in CLOCKS:
+        raise InvalidArgumentError(f"unknown clock {settings.clock!r}; known are {', '.join(CLOCKS)}")
+    if settings.convention not in CONVENTIONS:
+        raise InvalidArgumentError(
+            f"unknown convention {settings.convention!r}; known are {', '.join(CONVENTIONS)}"
+        )
+    if settings.limit is not None and settings.limit < 1:
+        raise InvalidArgumentError(f"limit is {settings.limit}; it counts requests, 1 or more")
+
+
+def _read_requests(
+    trace: Trace, block_size: int, settings: ReplaySettings
+) -> Iterator[ReplayRequest]:
+    hasher = BlockHasher("xxh3_128", settings.seed, block_size)
+    for traced in islice(trace, settings.limit):
+        yield ReplayRequest(traced, block_size, settings.convention, trace.block_size, hasher)

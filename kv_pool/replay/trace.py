@@ -1,0 +1,259 @@
+"""Traces: files of requests, read line by line whatever their size.
+
+A trace is JSON lines, as it is or compressed (`.gz`, `.xz`, `.zst`). Each line is one request:
+
+| field | meaning |
+|---|---|
+| `timestamp` | arrival, milliseconds (or seconds, `timestamp_unit="s"`) from the first request; default 0 |
+| `input_length` | prompt tokens; not needed beside token ids |
+| `output_length` | generated tokens; default 0 |
+| `hash_ids` | ids of the prompt's blocks, head first; an id stands for its block and everything before it |
+| `token_ids` or `prompt_token_ids` | the prompt itself, instead of `hash_ids` |
+
+Other fields are passed over. With `hash_ids` the last id may stand for a partial block (Mooncake) or the
+partial block may have none (the agentic trace); both are told by the counts, line by line.
+"""
+
+import gzip
+import hashlib
+import io
+import lzma
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from kv_pool.errors import InvalidArgumentError, TraceError
+
+BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
+"""Traces that ship with the package: name to file."""
+
+_MAX_HASH_ID = 2**64 - 1
+_CANDIDATE_BLOCK_SIZES = tuple(2**power for power in range(13))
+_LINES_TO_INFER_FROM = 1000
+
+
+@dataclass(slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        line: its line number in the file, from 1.
+        arrival_ms: milliseconds from the trace's first request.
+        input_length, output_length: tokens.
+        hash_ids: block ids at the trace's block size, or None.
+        token_ids: the prompt's tokens, or None. Exactly one of the two is given.
+    """
+
+    line: int
+    arrival_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] | None
+    token_ids: list[int] | None
+
+
+class _Record(msgspec.Struct):
+    timestamp: float = 0.0
+    input_length: int | None = None
+    output_length: int = 0
+    hash_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Trace:
+    """A trace file; iterate over it as often as you like, each time from the start.
+
+    Args:
+        path: a file, or the name of a bundled trace.
+        block_size: tokens per hash id. Without it, it is inferred from the counts of the first lines.
+        timestamp_unit: "ms" or "s".
+        skip_broken: count broken lines in `num_broken` and pass over them, instead of raising.
+
+    Attributes:
+        path: the file.
+        block_size: tokens per hash id; None for a trace of token ids.
+        num_broken: broken lines met in the last iteration.
+        first_broken: the first of them, as the error would have said it, or None.
+        position: share of the file read so far in the current iteration, 0 to 1.
+
+    Raises:
+        TraceError: no such file, unknown compression or records, a block size that can not be inferred;
+            while iterating, a broken line (with its file and line number).
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        block_size: int | None = None,
+        timestamp_unit: str = "ms",
+        skip_broken: bool = False,
+    ) -> None:
+        if timestamp_unit not in ("ms", "s"):
+            raise InvalidArgumentError(f"timestamp_unit is {timestamp_unit!r}; it is 'ms' or 's'")
+        if block_size is not None and block_size < 1:
+            raise InvalidArgumentError(f"the trace's block size is {block_size}; it counts tokens, 1 or more")
+        self.path = find_trace(path)
+        self.skip_broken = skip_broken
+        self.num_broken = 0
+        self.first_broken: str | None = None
+        self.position = 0.0
+        self._ms_per_unit = 1.0 if timestamp_unit == "ms" else 1000.0
+        self.block_size = block_size
+        self.block_size = self._check_first_lines()
+
+    def digest(self) -> str:
+        """SHA-256 of the file as it is stored, hex."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        self.num_broken = 0
+        self.first_broken = None
+        decode = msgspec.json.Decoder(_Record).decode
+        size = self.path.stat().st_size or 1
+        with self.path.open("rb") as raw, _decompress(raw, self.path) as lines:
+            number = 0
+            while True:
+                try:
+                    text = lines.readline()
+                except (OSError, EOFError, lzma.LZMAError) as error:
+                    raise TraceError(f"{self.path}:{number + 1}: can not decompress: {error}") from error
+                if not text:
+                    break
+                number += 1
+                if not text.strip():
+                    continue
+                self.position = raw.tell() / size
+                try:
+                    request = self._parse(decode(text), number)
+                except (msgspec.MsgspecError, TraceError, UnicodeDecodeError) as error:
+                    message = str(error)
+                    if not isinstance(error, TraceError):
+                        message = f"{self.path}:{number}: {error}"
+                    if not self.skip_broken:
+                        raise TraceError(message) from error
+                    self.num_broken += 1
+                    if self.first_broken is None:
+                        self.first_broken = message
+                    continue
+                yield request
+        self.position = 1.0
+
+    def _parse(self, record: _Record, line: int) -> TraceRequest:
+        token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
+        hash_ids = record.hash_ids
+        if (hash_ids is None) == (token_ids is None):
+            raise self._broken(
+                line, "a request has either hash_ids or token_ids (or prompt_token_ids)"
+            )
+        input_length = record.input_length
+        if token_ids is not None:
+            if input_length is not None and input_length != len(token_ids):
+                raise self._broken(
+                    line, f"input_length is {input_length} but there are {len(token_ids)} token ids"
+                )
+            input_length = len(token_ids)
+            if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_HASH_ID):
+                raise self._broken(line, "a token id is not in 0..2**64-1")
+        if input_length is None:
+            raise self._broken(line, "a request with hash_ids needs its input_length")
+        if input_length < 1:
+            raise self._broken(line, f"input_length is {input_length}; a prompt has at least 1 token")
+        if record.output_length < 0:
+            raise self._broken(line, f"output_length is {record.output_length}")
+        if not 0 <= record.timestamp < float("inf"):
+            raise self._broken(line, f"timestamp is {record.timestamp}; it is 0 or more")
+        if hash_ids is not None:
+            if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
+                raise self._broken(line, "a hash id is not in 0..2**64-1")
+            if self.block_size is not None and not _fits(input_length, len(hash_ids), self.block_size):
+                raise self._broken(
+                    line,
+                    f"{input_length} tokens are {input_length / self.block_size:.2f} blocks of "
+                    f"{self.block_size} tokens, but there are {len(hash_ids)} hash_ids",
+                )
+        return TraceRequest(
+            line,
+            record.timestamp * self._ms_per_unit,
+            input_length,
+            record.output_length,
+            hash_ids,
+            token_ids,
+        )
+
+    def _broken(self, line: int, why: str) -> TraceError:
+        return TraceError(f"{self.path}:{line}: {why}")
+
+    def _check_first_lines(self) -> int | None:
+        """Find out the kind of the trace and, unless given, its block size."""
+        candidates = list(_CANDIDATE_BLOCK_SIZES)
+        seen = 0
+        with_ids = 0
+        for request in self:
+            seen += 1
+            if request.hash_ids is not None:
+                with_ids += 1
+                tokens, ids = request.input_length, len(request.hash_ids)
+                candidates = [size for size in candidates if _fits(tokens, ids, size)]
+            if seen == _LINES_TO_INFER_FROM or self.block_size is not None:
+                break
+        if not seen:
+            why = f"; the first broken line: {self.first_broken}" if self.first_broken else ""
+            raise TraceError(f"{self.path}: no request in it{why}")
+        if not with_ids:
+            return None
+        if self.block_size is not None:
+            return self.block_size
+        if len(candidates) != 1:
+            found = ", ".join(map(str, candidates)) or "no power of two"
+            raise TraceError(
+                f"{self.path}: the first {seen} requests do not tell how many tokens a hash id stands for "
+                f"({found} would fit); give --trace-block-size"
+            )
+        return candidates[0]
+
+
+def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:
+    """Can `num_ids` stand for `num_tokens`, with or without an id for the partial block at the end?"""
+    return num_ids in (num_tokens // block_size, -(-num_tokens // block_size))
+
+
+def find_trace(path: str | Path) -> Path:
+    """The file of a trace given by path or by the name of a bundled one. Raises TraceError."""
+    if Path(path).is_file():
+        return Path(path)
+    name = BUNDLED_TRACES.get(str(path))
+    if name is not None:
+        return Path(str(resources.files("kv_pool.replay") / "traces" / name))
+    raise TraceError(
+        f"{path}: no such file; traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}"
+    )
+
+
+@contextmanager
+def _decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+    """The lines of the file, by what its first bytes say it is."""
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        with gzip.open(raw) as lines:
+            yield io.BufferedReader(lines, 1 << 20)  # type: ignore[type-var]
+    elif magic == b"\xfd7zXZ\x00":
+        with lzma.open(raw) as lines:
+            yield io.BufferedReader(lines, 1 << 20)  # type: ignore[type-var]
+    elif magic[:4] == b"\x28\xb5\x2f\xfd":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise TraceError(f"{path}: reading .zst needs zstandard: pip install 'kv_pool[lab]'") from error
+        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as lines:
+            yield io.BufferedReader(lines, 1 << 20)
+    else:
+        yield raw

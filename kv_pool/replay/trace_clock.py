@@ -1,0 +1,153 @@
+"""The trace clock: requests arrive by timestamp, hold their blocks while they run, and get in each
+other's way."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.tally import Tally
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """The engine that the trace clock imagines.
+
+    Attributes:
+        prefill_tokens_per_s: prompts are computed one after another at this rate.
+        decode_tokens_per_s: each running request generates at this rate.
+        max_running: requests that run at once.
+        speedup: arrivals come this many times faster than in the trace.
+    """
+
+    prefill_tokens_per_s: float = 20_000.0
+    decode_tokens_per_s: float = 30.0
+    max_running: int = 256
+    speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "max_running", "speedup"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise InvalidArgumentError(f"{name} is {value}; it is above 0")
+
+
+class TraceClock:
+    """A scheduler in virtual time over the real manager: first come, first served; the last admitted request
+    is preempted when a running one needs a block and none is free, and is computed anew later.
+
+        arrive -> waiting -> prefill -> decode -> free
+                     ^___________________|  preempted
+
+    A request that could not fit alone with all its output is refused on arrival, so every other one finishes.
+    """
+
+    def __init__(self, tally: Tally, rates: EngineRates) -> None:
+        self.tally = tally
+        self.rates = rates
+        self._now_ms = 0.0
+        self._prefill_free_ms = 0.0
+        self._waiting: deque[ReplayRequest] = deque()
+        self._running: dict[str, ReplayRequest] = {}  # in order of admission
+        self._admissions: dict[str, int] = {}
+        self._due: list[tuple[float, int, str, int, int]] = []
+        self._sequence = 0
+        self._block_ms = 0.0
+
+    def run(
+        self, requests: Iterable[ReplayRequest], on_request: Callable[[Tally], None]
+    ) -> ReplayReport:
+        """Replay all requests to their end."""
+        arrivals = self._arrive(requests)
+        coming = next(arrivals, None)
+        while coming is not None or self._due:
+            if coming is not None and (not self._due or coming.arrival_ms <= self._due[0][0]):
+                self._advance(coming.arrival_ms)
+                self._receive(coming)
+                on_request(self.tally)
+                coming = next(arrivals, None)
+            else:
+                due_ms, _, request_id, admission, num_tokens = heapq.heappop(self._due)
+                if self._admissions.get(request_id) != admission:
+                    continue  # preempted since this was planned
+                self._advance(due_ms)
+                self._step(self._running[request_id], num_tokens)
+            self._admit()
+        self.tally.report.simulated_ms = self._now_ms
+        return self.tally.finish(self._block_ms / self._now_ms if self._now_ms else 0.0)
+
+    def _arrive(self, requests: Iterable[ReplayRequest]) -> Iterator[ReplayRequest]:
+        last_ms = 0.0
+        for request in requests:
+            if request.arrival_ms < last_ms:
+                self.tally.report.late_requests += 1
+                request.arrival_ms = last_ms
+            last_ms = request.arrival_ms
+            request.arrival_ms /= self.rates.speedup
+            yield request
+
+    def _advance(self, to_ms: float) -> None:
+        self._block_ms += self.tally.num_blocks_in_use * (to_ms - self._now_ms)
+        self._now_ms = to_ms
+
+    def _receive(self, request: ReplayRequest) -> None:
+        num_tokens = request.num_tokens + request.num_output_left
+        if self.tally.count_request(request, -(-num_tokens // self.tally.manager.block_size)):
+            self._waiting.append(request)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.rates.max_running:
+            request = self._waiting[0]
+            prefix = self.tally.look_up(request)
+            num_new_tokens = request.num_tokens - prefix.num_tokens
+            if self.tally.allocate(request, num_new_tokens, prefix) is None:
+                return
+            self._waiting.popleft()
+            if request.request_id not in self._admissions:
+                self.tally.count_hit(request, prefix)
+            self._running[request.request_id] = request
+            self._sequence += 1
+            self._admissions[request.request_id] = self._sequence
+            start_ms = max(self._now_ms, self._prefill_free_ms)
+            self._prefill_free_ms = start_ms + 1000 * num_new_tokens / self.rates.prefill_tokens_per_s
+            self._plan(request, self._prefill_free_ms, 0)
+
+    def _plan(self, request: ReplayRequest, due_ms: float, num_tokens: int) -> None:
+        """At `due_ms` the request has generated `num_tokens` more (0: its prompt is computed)."""
+        self._sequence += 1
+        admission = self._admissions[request.request_id]
+        heapq.heappush(
+            self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens)
+        )
+
+    def _step(self, request: ReplayRequest, num_tokens: int) -> None:
+        """The request has computed its prompt or generated `num_tokens`: end it, or let it go on."""
+        if num_tokens:
+            request.append_output(num_tokens)
+            self.tally.report.tokens_out += num_tokens
+            self.tally.manager.cache_blocks(request, request.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+        if not request.num_output_left:
+            self.tally.free(request)
+            del self._running[request.request_id]
+            del self._admissions[request.request_id]
+            return
+        block_size = self.tally.manager.block_size
+        num_next = min(request.num_output_left, block_size - request.num_tokens % block_size)
+        while self.tally.allocate(request, num_next) is None:
+            victim = self._running[next(reversed(self._running))]
+            self._preempt(victim)
+            if victim is request:
+                return
+        self._plan(request, self._now_ms + 1000 * num_next / self.rates.decode_tokens_per_s, num_next)
+
+    def _preempt(self, request: ReplayRequest) -> None:
+        self.tally.free(request)
+        self.tally.report.preempted += 1
+        request.num_computed_tokens = 0
+        del self._running[request.request_id]
+        self._admissions[request.request_id] = 0
+        self._waiting.appendleft(request)
