@@ -23,7 +23,7 @@ class EngineRates:
         speedup: arrivals come this many times faster than in the trace.
     """
 
-    prefill_tokens_per_s: float = 20_000.0
+    prefill_tokens_per_s: float = 50_000.0
     decode_tokens_per_s: float = 30.0
     max_running: int = 256
     speedup: float = 1.0

@@ -1,0 +1,28 @@
+"""`kv-pool info`: which kv_pool this is."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import kv_pool
+
+_PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "zstandard")
+
+
+def info() -> None:
+    """Say whether the core runs compiled or plain, and the versions of everything."""
+    table = Table(show_header=False)
+    table.add_row("kv_pool", kv_pool.__version__)
+    table.add_row("core", "compiled (mypyc)" if kv_pool.COMPILED else "plain Python")
+    table.add_row("installed in", str(Path(kv_pool.__file__).parent))
+    table.add_row("Python", f"{platform.python_implementation()} {platform.python_version()}")
+    table.add_row("platform", platform.platform())
+    for name in _PACKAGES:
+        try:
+            table.add_row(name, version(name))
+        except PackageNotFoundError:
+            table.add_row(name, "not installed")
+    Console().print(table)

@@ -1,0 +1,37 @@
+"""`kv-pool`: the command line's entry point."""
+
+import sys
+
+from kv_pool.errors import KVPoolError
+
+
+def main() -> None:
+    """Run a sub-command; what the user got wrong is one line on stderr and exit status 2."""
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError:
+        sys.exit("kv-pool needs typer and rich: pip install 'kv_pool[cli]'")
+    from kv_pool.cli.info import info
+    from kv_pool.cli.replay import replay
+    from kv_pool.cli.sweep import sweep
+
+    app = typer.Typer(
+        name="kv-pool",
+        help="A KV-cache block pool with prefix caching: replay traces through it, look at it.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command()(replay)
+    app.command()(sweep)
+    app.command()(info)
+    try:
+        app()
+    except KVPoolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kv_pool.cli import options
+from kv_pool.replay.replay_request import CONVENTIONS
+from kv_pool.replay.report import CallTimes, ReplayReport, write_json
+from kv_pool.replay.simulator import Progress as ReplayProgress
+from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace_clock import EngineRates
+
+
+def replay(
+    trace: options.TraceArgument,
+    blocks: Annotated[
+        int | None, typer.Option(help="Capacity in pool blocks, the null block not counted.", min=1)
+    ] = None,
+    memory: options.Memory = None,
+    model: options.Model = None,
+    num_layers: options.NumLayers = 0,
+    num_kv_heads: options.NumKVHeads = 0,
+    head_size: options.HeadSize = 0,
+    dtype_bytes: options.DtypeBytes = 2,
+    block_size: options.BlockSize = None,
+    convention: options.Convention = CONVENTIONS[0],
+    clock: options.Clock = "instant",
+    prefill_rate: options.PrefillRate = EngineRates.prefill_tokens_per_s,
+    decode_rate: options.DecodeRate = EngineRates.decode_tokens_per_s,
+    max_running: options.MaxRunning = EngineRates.max_running,
+    speedup: options.Speedup = EngineRates.speedup,
+    limit: options.Limit = None,
+    trace_block_size: options.TraceBlockSize = None,
+    timestamp_unit: options.TimestampUnit = "ms",
+    skip_broken: options.SkipBroken = False,
+    seed: options.Seed = "0",
+    json: options.JsonFile = None,
+) -> None:
+    """Replay a production trace through the block pool and show what the prefix cache did."""
+    if (blocks is None) == (memory is None):
+        raise typer.BadParameter("give the capacity either as --blocks or as --memory")
+    if memory is not None:
+        opened = Trace(
+            trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken
+        )
+        blocks = options.blocks_from_memory(
+            opened, block_size, memory, model, num_layers, num_kv_heads, head_size, dtype_bytes
+        )
+    settings = ReplaySettings(
+        trace=trace,
+        num_blocks=blocks or 0,
+        block_size=block_size,
+        convention=convention,
+        clock=clock,
+        rates=EngineRates(prefill_rate, decode_rate, max_running, speedup),
+        limit=limit,
+        trace_block_size=trace_block_size,
+        timestamp_unit=timestamp_unit,
+        skip_broken=skip_broken,
+        seed=seed,
+    )
+    with Progress(
+        TextColumn("replaying"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[live]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("replay", total=1.0, live="")
+
+        def show(progress: ReplayProgress) -> None:
+            bar.update(
+                task,
+                completed=progress.share,
+                live=f"{progress.num_requests:,} requests, token hit rate "
+                f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
+            )
+
+        report = run_replay(settings, show)
+    if json is not None:
+        write_json(report, json)
+    Console().print(make_table(report))
+
+
+def make_table(report: ReplayReport) -> Table:
+    """The report for people."""
+    trace = Path(report.provenance.trace).name if report.provenance else ""
+    compiled = report.provenance is not None and report.provenance.compiled
+    table = Table(
+        title=f"{trace} through {report.num_blocks:,} blocks of {report.block_size} tokens",
+        caption=f"clock {report.clock}, {report.convention}, core {'compiled' if compiled else 'plain'}, "
+        f"{report.wall_seconds:.1f} s",
+        show_header=False,
+    )
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_row("requests", f"{report.requests:,}", "")
+    table.add_row("refused", f"{report.refused_requests:,}", "larger than the whole pool")
+    if report.clock == "trace":
+        table.add_row("preempted", f"{report.preempted:,}", "times a running request lost its blocks")
+        table.add_row("simulated time", f"{report.simulated_ms / 1000:,.0f} s", "")
+    if report.late_requests:
+        table.add_row("late", f"{report.late_requests:,}", "timestamps that go backwards")
+    if report.broken_lines:
+        table.add_row("broken lines", f"{report.broken_lines:,}", report.first_broken)
+    table.add_section()
+    table.add_row(
+        "token hit rate",
+        f"{report.token_hit_rate:.2%}",
+        f"{report.tokens_hit:,} of {report.tokens_in:,} prompt tokens",
+    )
+    table.add_row(
+        "block hit rate",
+        f"{report.block_hit_rate:.2%}",
+        f"{report.blocks_hit:,} of {report.blocks_looked_up:,} full prompt blocks",
+    )
+    table.add_row("", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests")
+    table.add_row("evictions", f"{report.evictions:,}", "cached blocks taken for something else")
+    table.add_section()
+    table.add_row(
+        "blocks in use, peak",
+        f"{report.peak_blocks_in_use:,}",
+        f"{report.peak_blocks_in_use / report.num_blocks:.1%} of the pool",
+    )
+    over = "time" if report.clock == "trace" else "requests"
+    table.add_row(
+        "blocks in use, mean",
+        f"{report.mean_blocks_in_use:,.0f}",
+        f"{report.mean_blocks_in_use / report.num_blocks:.1%} of the pool, over {over}",
+    )
+    table.add_row("blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table")
+    table.add_section()
+    for name, times in (
+        ("look up", report.look_up),
+        ("allocate", report.allocate),
+        ("free", report.free),
+    ):
+        table.add_row(f"{name}, median", _microseconds(times.median_ns), _describe_calls(times))
+    return table
+
+
+def _microseconds(duration_ns: int) -> str:
+    return f"{duration_ns / 1000:,.1f} µs"
+
+
+def _describe_calls(times: CallTimes) -> str:
+    return f"p99 {_microseconds(times.p99_ns)}, {times.calls:,} calls, {times.total_ns / 1e9:.2f} s"

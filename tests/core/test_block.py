@@ -1,0 +1,68 @@
+import pytest
+
+from kv_pool import BlockPool, InvalidBlockError, KVCacheBlock
+
+
+def test_a_new_block_is_bare():
+    block = KVCacheBlock(7)
+    assert (block.block_id, block.ref_cnt, block.is_null) == (7, 0, False)
+    assert block.block_hash is None
+    assert block.block_hash_num_tokens is None
+    assert block.prev_free_block is None
+    assert block.next_free_block is None
+    assert block.pool is None
+
+
+def test_a_hash_is_set_once_and_again_only_after_a_reset():
+    block = KVCacheBlock(1)
+    block.set_block_hash(b"first", 16)
+    with pytest.raises(InvalidBlockError, match="block 1 already carries a hash"):
+        block.set_block_hash(b"second", 32)
+    assert (block.block_hash, block.block_hash_num_tokens) == (b"first", 16)
+    block.reset_hash()
+    assert (block.block_hash, block.block_hash_num_tokens) == (None, None)
+    block.set_block_hash(b"second", 32)
+    assert block.block_hash == b"second"
+
+
+def test_setting_a_hash_twice_is_an_assertion_error_for_callers_of_vllm():
+    block = KVCacheBlock(1, _block_hash=b"key")
+    with pytest.raises(AssertionError):
+        block.set_block_hash(b"other")
+
+
+def test_hash_and_count_are_read_only():
+    block = KVCacheBlock(1)
+    with pytest.raises(AttributeError):
+        block.block_hash = b"key"
+    with pytest.raises(AttributeError):
+        block.block_hash_num_tokens = 3
+
+
+def test_unknown_attributes_are_refused():
+    with pytest.raises(AttributeError):
+        KVCacheBlock(1).note = "x"
+
+
+def test_blocks_compare_by_identity_and_are_hashable():
+    one, twin = KVCacheBlock(1), KVCacheBlock(1)
+    assert one == one  # noqa: PLR0124
+    assert one != twin
+    assert len({one, twin}) == 2
+
+
+def test_repr_names_neighbours_by_id():
+    block = KVCacheBlock(3, prev_free_block=KVCacheBlock(2), next_free_block=KVCacheBlock(4))
+    assert repr(block) == (
+        "KVCacheBlock(block_id=3, ref_cnt=0, _block_hash=None, _block_hash_num_tokens=None, "
+        "prev_free_block=2, next_free_block=4)"
+    )
+
+
+def test_a_block_knows_its_pool_but_does_not_keep_it_alive():
+    pool = BlockPool(3, True, 4)
+    block = pool.blocks[2]
+    assert block.pool is pool
+    assert KVCacheBlock(9, pool=pool).pool is pool
+    del pool
+    assert block.pool is None

@@ -1,0 +1,179 @@
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_pool import (
+    BlockHasher,
+    InvalidArgumentError,
+    InvalidTypeError,
+    LoRARequest,
+    MultiModalFeature,
+    PlaceholderRange,
+    Request,
+)
+from kv_pool.core.block_hash import HASH_ALGORITHMS
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "vllm_block_hashes.json").read_text())
+
+
+@pytest.mark.parametrize("made", GOLDEN["made"], ids=lambda made: f"seed={made['seed']}")
+def test_sha256_cbor_is_byte_identical_to_vllm(made):
+    """Vectors and their recipe: tests/core/data/."""
+    assert GOLDEN["vllm"].startswith("0.33.0")
+    assert len(GOLDEN["cases"]) == len(made["hashes"]) == 58
+    for case, expected in zip(GOLDEN["cases"], made["hashes"], strict=True):
+        hasher = BlockHasher("sha256_cbor", made["seed"], case["block_size"])
+        assert hasher.root.hex() == made["root"]
+        lora = case.get("lora")
+        request = Request(
+            "r",
+            case["tokens"],
+            hasher,
+            lora_request=lora and LoRARequest(lora["adapter_id"], lora["name"], lora["path"]),
+            mm_features=[
+                MultiModalFeature(name, PlaceholderRange(offset, length))
+                for name, offset, length in case.get("mm_features", [])
+            ],
+            cache_salt=case.get("cache_salt"),
+        )
+        assert [found.hex() for found in request.block_hashes] == expected
+
+
+def test_sha256_cbor_agrees_with_the_vectors_of_the_wire_contract():
+    hasher = BlockHasher("sha256_cbor", block_size=4)
+    assert hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8])[1].hex() == (
+        "e1bc29393a2da9fd798f35ff04d215f846aee6df4b803ce3d43b57df56b58fb1"
+    )
+    assert BlockHasher("sha256_cbor", "0").root.hex() == (
+        "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
+    )
+
+
+def test_xxh3_and_sha256_hash_parent_and_packed_tokens():
+    tokens = [5, 2**64 - 1]
+    packed = b"".join(token.to_bytes(8, "little") for token in tokens)
+    sha = BlockHasher("sha256", "s", 2)
+    assert sha.hash_blocks(tokens) == [hashlib.sha256(sha.root + packed).digest()]
+    xxh = BlockHasher("xxh3_128", "s", 2)
+    seed = int.from_bytes(hashlib.sha256(b"kv_pool xxh3_128 s").digest()[16:24], "big")
+    assert xxh.hash_blocks(tokens) == [xxhash.xxh3_128_digest(xxh.root + packed, seed)]
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+class TestEveryAlgorithm:
+    def test_a_hash_names_everything_before_it(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 4)
+        one = hasher.hash_blocks(range(16))
+        other = hasher.hash_blocks([*range(8), 99, *range(9, 16)])
+        assert len(one) == len(other) == 4
+        assert one[:2] == other[:2]
+        assert one[2] != other[2]
+        assert one[3] != other[3]
+
+    def test_a_partial_block_has_no_hash(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 4)
+        assert len(hasher.hash_blocks(range(7))) == 1
+        assert hasher.hash_blocks(range(3)) == []
+        assert hasher.hash_blocks([]) == []
+
+    def test_going_on_from_a_parent_is_the_same_chain(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 4)
+        whole = hasher.hash_blocks(range(400))
+        assert hasher.hash_blocks(range(200), None) == whole[:50]
+        assert hasher.hash_blocks(range(200, 400), whole[49]) == whole[50:]
+
+    def test_seeds_part_the_hashes(self, algorithm):
+        one, same, other = (BlockHasher(algorithm, seed, 2) for seed in ("1", "1", "2"))
+        assert one.hash_blocks([1, 2]) == same.hash_blocks([1, 2])
+        assert one.hash_blocks([1, 2]) != other.hash_blocks([1, 2])
+
+    def test_extra_keys_part_the_hashes(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 2)
+        keys = [(("lora", "a", "/a"),), (("lora", "a", "/b"),), (("cache_salt", "a"),), None]
+        found = {hasher.hash_blocks([1, 2], None, [key])[0] for key in keys}
+        assert len(found) == 4
+        assert hasher.hash_blocks([1, 2]) == hasher.hash_blocks([1, 2], None, [None])
+
+    def test_any_sequence_of_ints_will_do(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 4)
+        expected = hasher.hash_blocks([7, 300, 70_000, 2**40])
+        assert hasher.hash_blocks((7, 300, 70_000, 2**40)) == expected
+        assert hasher.hash_blocks(np.array([7, 300, 70_000, 2**40])) == expected
+        assert hasher.hash_blocks(np.array([7, 300, 70_000, 2**40], dtype=np.uint64)) == expected
+
+    @pytest.mark.parametrize("num_before", [0, 500])
+    @pytest.mark.parametrize("wrong", [-1, 2**64])
+    def test_a_token_out_of_range_is_named(self, algorithm, wrong, num_before):
+        hasher = BlockHasher(algorithm, "s", 4)
+        with pytest.raises(InvalidArgumentError, match=f"token {num_before} is {wrong};"):
+            hasher.hash_blocks([1] * num_before + [wrong, 1, 1, 1])
+
+    @pytest.mark.parametrize("wrong", [1.0, "1", None])
+    def test_a_token_that_is_no_int_is_named(self, algorithm, wrong):
+        hasher = BlockHasher(algorithm, "s", 4)
+        with pytest.raises(InvalidTypeError, match=f"token 1 is a {type(wrong).__name__}"):
+            hasher.hash_blocks([1, wrong, 1, 1])
+
+    def test_a_parent_of_the_wrong_length_is_refused(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 4)
+        with pytest.raises(InvalidArgumentError, match=f"hashes have {hasher.digest_size}"):
+            hasher.hash_blocks(range(4), b"short")
+
+    def test_the_digest_size_is_told(self, algorithm):
+        hasher = BlockHasher(algorithm, "s", 1)
+        assert {len(found) for found in hasher.hash_blocks([1, 2])} == {hasher.digest_size}
+        assert len(hasher.root) == hasher.digest_size
+
+    def test_the_same_hashes_in_another_process(self, algorithm):
+        code = (
+            "from kv_pool import BlockHasher;"
+            f"print(BlockHasher({algorithm!r}, 's', 4).hash_blocks(range(8))[1].hex())"
+        )
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        hasher = BlockHasher(algorithm, "s", 4)
+        assert told.stdout.strip() == hasher.hash_blocks(range(8))[1].hex()
+
+
+def test_the_default_seed_of_xxh3_is_secret_and_that_of_the_others_fixed():
+    for algorithm in HASH_ALGORITHMS:
+        alike = BlockHasher(algorithm).root == BlockHasher(algorithm).root
+        assert alike == (algorithm != "xxh3_128")
+
+
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_a_block_size_below_one_is_refused(block_size):
+    with pytest.raises(InvalidArgumentError, match=f"block_size is {block_size}"):
+        BlockHasher(block_size=block_size)
+
+
+def test_a_block_size_that_is_no_int_is_refused():
+    with pytest.raises(TypeError):
+        BlockHasher(block_size=4.0)
+
+
+def test_an_unknown_algorithm_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidArgumentError, match="unknown hash algorithm 'md5'; known are xxh3_128"):
+        BlockHasher("md5")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(0, 2**64 - 1), max_size=80),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 80), max_size=4),
+)
+def test_appending_in_any_steps_gives_the_hashes_of_the_whole(tokens, block_size, cuts):
+    hasher = BlockHasher("sha256", "s", block_size)
+    hashes = []
+    for cut in [*sorted(cuts), len(tokens)]:
+        start = len(hashes) * block_size
+        hashes += hasher.hash_blocks(tokens[start:cut], hashes[-1] if hashes else None)
+    assert hashes == hasher.hash_blocks(tokens)

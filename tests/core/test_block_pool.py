@@ -1,0 +1,605 @@
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from drawing import GROUP, blocks, cache, hash_of, ids, make_pool, make_request, state
+
+from kv_pool import (
+    AllBlocksCleared,
+    BlockPool,
+    BlockRemoved,
+    CorruptedPoolError,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVCacheBlock,
+    OutOfBlocksError,
+)
+from kv_pool.core import invariants
+
+# ---- construction
+
+
+def test_a_new_pool_has_all_blocks_free_but_the_null_block():
+    pool = BlockPool(4, True, 16)
+    assert state(pool) == "free: 1 2 3"
+    assert pool.null_block is pool.blocks[0]
+    assert pool.null_block.is_null
+    assert [block.block_id for block in pool.blocks] == [0, 1, 2, 3]
+    assert pool.get_num_free_blocks() == 3
+    assert pool.get_usage() == 0.0
+    assert pool.kv_event_queue == []
+
+
+def test_a_pool_of_one_block_has_nothing_to_give():
+    pool = BlockPool(1, True, 16)
+    assert pool.get_usage() == 0
+    assert pool.get_new_blocks(0) == []
+    with pytest.raises(OutOfBlocksError):
+        pool.get_new_blocks(1)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_pool_without_blocks_is_refused(num_blocks):
+    with pytest.raises(InvalidArgumentError, match=f"num_gpu_blocks is {num_blocks}"):
+        BlockPool(num_blocks, True, 16)
+    with pytest.raises(AssertionError):
+        BlockPool(num_blocks, True, 16)
+
+
+@pytest.mark.parametrize("num_blocks", [2.0, "3", None])
+def test_a_number_of_blocks_that_is_no_int_is_refused(num_blocks):
+    with pytest.raises((InvalidArgumentError, TypeError)):
+        BlockPool(num_blocks, True, 16)
+
+
+def test_a_hash_block_size_below_one_is_refused():
+    with pytest.raises(InvalidArgumentError, match="hash_block_size is 0"):
+        BlockPool(4, True, 0)
+
+
+def test_pools_compare_by_identity_and_can_be_keys():
+    one, twin = BlockPool(2, True, 16), BlockPool(2, True, 16)
+    assert one != twin
+    assert {one: "one", twin: "twin"}[one] == "one"
+
+
+def test_a_dropped_pool_is_freed_at_once_without_the_cyclic_gc():
+    gc.collect()
+    gc.disable()
+    try:
+        pool = make_pool("free: 3 1* | in use: 2*")
+        gone = weakref.ref(pool)
+        del pool
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_subclass_may_redirect_the_event_queue():
+    class Shared(BlockPool):
+        def __init__(self, events):
+            self.shared = events
+            super().__init__(4, True, 4, enable_kv_cache_events=True)
+
+        @property
+        def kv_event_queue(self):
+            return self.shared
+
+        @kv_event_queue.setter
+        def kv_event_queue(self, events):
+            assert events == []
+
+    events = []
+    pool = Shared(events)
+    cache(pool, pool.get_new_blocks(1)[0])
+    assert len(events) == 1
+    pool.evict_blocks({1})
+    assert [type(event).__name__ for event in events] == ["BlockStored", "BlockRemoved"]
+
+
+# ---- taking
+
+
+def test_blocks_are_handed_out_in_queue_order():
+    pool = make_pool("free: 3 1 2")
+    taken = pool.get_new_blocks(2)
+    assert ids(taken) == [3, 1]
+    assert state(pool) == "free: 2 | in use: 1 3"
+    assert pool.get_usage() == pytest.approx(2 / 3)
+
+
+def test_a_cached_block_that_is_handed_out_loses_its_hash():
+    pool = make_pool("free: 2* 1*", enable_kv_cache_events=True)
+    pool.get_new_blocks(1)
+    assert state(pool) == "free: 1* | in use: 2"
+    assert pool.get_cached_block(hash_of(2), [0]) is None
+    assert pool.num_evictions == 1
+    assert pool.take_events() == [
+        BlockRemoved(block_hashes=[int.from_bytes(hash_of(2)[-8:], "big")], medium="GPU", group_idx=0)
+    ]
+
+
+def test_asking_for_more_than_is_free_changes_nothing():
+    pool = make_pool("free: 3 4 1* 2*")
+    with pytest.raises(OutOfBlocksError, match="asked for 5 blocks, 4 are free of 4"):
+        pool.get_new_blocks(5)
+    with pytest.raises(ValueError, match="Cannot get 5 free blocks from the pool"):
+        pool.get_new_blocks(5)
+    assert state(pool) == "free: 3 4 1* 2*"
+
+
+def test_a_negative_count_changes_nothing():
+    pool = make_pool("free: 1 2")
+    with pytest.raises(InvalidArgumentError, match="asked for -1 blocks"):
+        pool.get_new_blocks(-1)
+    assert state(pool) == "free: 1 2"
+
+
+@pytest.mark.parametrize("count", ["2", 2.0, None])
+def test_a_count_that_is_no_int_changes_nothing(count):
+    pool = make_pool("free: 1 2")
+    with pytest.raises(TypeError):
+        pool.get_new_blocks(count)
+    assert state(pool) == "free: 1 2"
+
+
+def test_a_free_block_with_references_is_noticed_and_everything_put_back():
+    pool = make_pool("free: 1 2 3")
+    pool.blocks[2].ref_cnt = 1
+    with pytest.raises(CorruptedPoolError, match="block 2 is in the free queue with ref_cnt 1"):
+        pool.get_new_blocks(3)
+    pool.blocks[2].ref_cnt = 0
+    assert state(pool) == "free: 1 2 3"
+    invariants.check(pool)
+
+
+# ---- touching
+
+
+def test_touched_hits_are_not_handed_out():
+    pool = make_pool("free: 3 4 1* 2*")
+    pool.touch(blocks(pool, 1, 2))
+    with pytest.raises(OutOfBlocksError, match="asked for 3 blocks, 2 are free"):
+        pool.get_new_blocks(3)
+    assert state(pool) == "free: 3 4 | in use: 1* 2*"
+
+
+def test_a_block_listed_twice_gets_two_references():
+    pool = make_pool("free: 1* 2")
+    pool.touch(tuple(blocks(pool, 1, 1)))
+    assert state(pool) == "free: 2 | in use: 1*x2"
+
+
+def test_touch_skips_the_null_block():
+    pool = make_pool("free: 1* 2")
+    pool.touch([pool.null_block, pool.blocks[1], pool.null_block])
+    assert state(pool) == "free: 2 | in use: 1*"
+    assert pool.null_block.ref_cnt == 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_block_of_another_pool_among_touched_ones_changes_nothing(position):
+    pool = make_pool("free: 1 2* | in use: 3")
+    stranger = make_pool("free: 1 2").blocks[1]
+    listed = blocks(pool, 2, 3)
+    listed.insert(position, stranger)
+    with pytest.raises(InvalidBlockError, match="block 1 belongs to another pool"):
+        pool.touch(listed)
+    assert state(pool) == "free: 1 2* | in use: 3"
+
+
+def test_a_bare_block_can_only_be_touched_while_it_is_referenced():
+    pool = make_pool("free: 1")
+    bare = KVCacheBlock(1000, ref_cnt=1)
+    pool.touch([bare])
+    assert bare.ref_cnt == 2
+    never_free = KVCacheBlock(1001)
+    with pytest.raises(RuntimeError, match="block 1001 has ref_cnt 0 but is not in the free queue"):
+        pool.touch([pool.blocks[1], never_free])
+    assert state(pool) == "free: 1"
+
+
+# ---- freeing
+
+
+def test_unhashed_blocks_go_to_the_front_and_hashed_ones_to_the_back():
+    """Two requests share 1 2 3; the first also owns 4, the second 5. Each is freed tail first."""
+    pool = make_pool("free: 6 7 | in use: 1*x2 2*x2 3*x2 4 5")
+    pool.free_blocks(reversed(blocks(pool, 1, 2, 3, 4)))
+    assert state(pool) == "free: 4 6 7 | in use: 1* 2* 3* 5"
+    pool.free_blocks(reversed(blocks(pool, 1, 2, 3, 5)))
+    assert state(pool) == "free: 5 4 6 7 3* 2* 1*"
+
+
+def test_both_kinds_keep_the_order_they_were_given_in():
+    pool = make_pool("free: 6 | in use: 1 2* 3 4* 5")
+    pool.free_blocks(iter(blocks(pool, 5, 4, 3, 2, 1)))
+    assert state(pool) == "free: 5 3 1 6 4* 2*"
+
+
+def test_without_caching_everything_goes_to_the_front():
+    pool = BlockPool(5, False, 4)
+    taken = pool.get_new_blocks(3)
+    cache(pool, taken[1])
+    pool.free_blocks(taken)
+    assert state(pool) == "free: 1 2* 3 4"
+
+
+def test_a_shared_block_stays_in_use_until_its_last_holder_frees_it():
+    pool = make_pool("free: 2 | in use: 1*x2")
+    pool.free_blocks(blocks(pool, 1))
+    assert state(pool) == "free: 2 | in use: 1*"
+    pool.free_blocks(blocks(pool, 1))
+    assert state(pool) == "free: 2 1*"
+
+
+def test_freeing_skips_null_blocks():
+    pool = make_pool("free: 2 | in use: 1")
+    pool.free_blocks([pool.null_block, pool.blocks[1], pool.null_block])
+    assert state(pool) == "free: 1 2"
+    assert pool.null_block.ref_cnt == 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_double_free_changes_nothing_wherever_it_stands(position):
+    pool = make_pool("free: 4 5* | in use: 1*x2 2 3")
+    listed = blocks(pool, 1, 2)
+    listed.insert(position, pool.blocks[5])
+    with pytest.raises(InvalidBlockError, match="block 5 is free; .* Was it freed twice?"):
+        pool.free_blocks(listed)
+    assert state(pool) == "free: 4 5* | in use: 1*x2 2 3"
+    invariants.check(pool)
+
+
+def test_a_block_listed_more_often_than_it_is_referenced_changes_nothing():
+    pool = make_pool("free: 3 | in use: 1*x2 2")
+    with pytest.raises(InvalidBlockError, match="block 1 is free"):
+        pool.free_blocks(blocks(pool, 1, 2, 1, 1))
+    assert state(pool) == "free: 3 | in use: 1*x2 2"
+    pool.free_blocks(blocks(pool, 1, 2, 1))
+    assert state(pool) == "free: 2 3 1*"
+
+
+@pytest.mark.parametrize("wrong", [3, None, "block"])
+@pytest.mark.parametrize("call", ["touch", "free_blocks"])
+def test_something_that_is_no_block_changes_nothing(call, wrong):
+    pool = make_pool("free: 3 | in use: 1*x2 2")
+    with pytest.raises(TypeError):
+        getattr(pool, call)([pool.blocks[1], wrong, pool.blocks[2]])
+    assert state(pool) == "free: 3 | in use: 1*x2 2"
+
+
+def test_a_list_that_breaks_off_changes_nothing():
+    pool = make_pool("free: 3 | in use: 1 2")
+
+    def broken():
+        yield pool.blocks[1]
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        pool.free_blocks(broken())
+    assert state(pool) == "free: 3 | in use: 1 2"
+
+
+def test_blocks_of_other_pools_are_freed_there_in_order():
+    pool = make_pool("free: 2 | in use: 1")
+    host = make_pool("free: 4 | in use: 1* 2 3")
+    disk = make_pool("free: 2 | in use: 1")
+    mixed = [host.blocks[3], pool.blocks[1], disk.blocks[1], host.blocks[1], host.blocks[2]]
+    pool.free_blocks(mixed)
+    assert state(pool) == "free: 1 2"
+    assert state(host) == "free: 3 2 4 1*"
+    assert state(disk) == "free: 1 2"
+
+
+def test_a_double_free_in_another_pool_changes_nothing_in_either():
+    pool = make_pool("free: 2 | in use: 1")
+    host = make_pool("free: 2 3 | in use: 1")
+    for listed in (
+        [host.blocks[1], pool.blocks[1], host.blocks[2]],
+        [host.blocks[1], pool.blocks[1], host.blocks[1]],
+    ):
+        with pytest.raises(InvalidBlockError, match="of another pool is free"):
+            pool.free_blocks(listed)
+        assert state(pool) == "free: 2 | in use: 1"
+        assert state(host) == "free: 2 3 | in use: 1"
+
+
+def test_a_block_whose_pool_is_gone_can_not_be_freed():
+    pool = make_pool("free: 2 | in use: 1")
+    orphan = make_pool("free: 2 | in use: 1").blocks[1]
+    with pytest.raises(InvalidBlockError, match="belongs to a pool that is gone"):
+        pool.free_blocks([pool.blocks[1], orphan])
+    assert state(pool) == "free: 2 | in use: 1"
+
+
+def test_a_bare_block_counts_as_ours_and_is_not_checked():
+    """vLLM's managers are tested with blocks that were never held."""
+    pool = make_pool("free: 1")
+    bare = KVCacheBlock(1000)
+    pool.free_blocks([bare])
+    assert bare.ref_cnt == -1
+    assert state(pool) == "free: 1"
+
+
+# ---- prefix cache
+
+
+def test_full_blocks_are_found_by_hash_and_group():
+    pool = make_pool("free: 4 | in use: 1 2 3")
+    request = make_request([hash_of(10), hash_of(11), hash_of(12)])
+    pool.cache_full_blocks(request, blocks(pool, 1, 2, 3), 1, 3, 4, 7)
+    assert state(pool) == "free: 4 | in use: 1 2* 3*"
+    assert pool.blocks[2].block_hash == hash_of(11) + b"\0\0\0\x07"
+    assert pool.blocks[3].block_hash_num_tokens == 12
+    assert ids(pool.get_cached_block(hash_of(11), [7])) == [2]
+    assert pool.get_cached_block(hash_of(11), [0]) is None
+    assert pool.get_cached_block(hash_of(10), [7]) is None
+
+
+def test_a_miss_in_one_group_is_a_miss_in_all():
+    pool = make_pool("free: 3 | in use: 1 2")
+    request = make_request([hash_of(1)])
+    pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 4, 0)
+    assert pool.get_cached_block(hash_of(1), kv_cache_group_ids=[0, 1]) is None
+    pool.cache_full_blocks(request, blocks(pool, 2), 0, 1, 4, 1)
+    assert ids(pool.get_cached_block(hash_of(1), kv_cache_group_ids=(1, 0))) == [2, 1]
+    assert pool.get_cached_block(hash_of(1), []) == []
+
+
+def test_duplicates_are_kept_and_the_oldest_is_found():
+    pool = make_pool("free: 3 | in use: 1 2")
+    cache(pool, pool.blocks[2], number=5)
+    cache(pool, pool.blocks[1], number=5)
+    assert ids(pool.get_cached_block(hash_of(5), [0])) == [2]
+    pool.evict_blocks({2})
+    assert ids(pool.get_cached_block(hash_of(5), [0])) == [1]
+
+
+def test_the_longest_cached_prefix_stops_at_the_first_hole():
+    pool = make_pool("free: 1* 2* 4* | in use: 3")
+    hashes = [hash_of(number) for number in (1, 2, 3, 4)]
+    assert ids(pool.find_cached_prefix(hashes, 4)) == [1, 2]
+    assert ids(pool.find_cached_prefix(hashes, 1)) == [1]
+    assert pool.find_cached_prefix(hashes, 0) == []
+    assert pool.find_cached_prefix(hashes, -1) == []
+    assert pool.find_cached_prefix([], 4) == []
+    assert pool.find_cached_prefix(hashes, 4, kv_cache_group_id=1) == []
+    assert state(pool) == "free: 1* 2* 4* | in use: 3"
+
+
+def test_the_longest_cached_prefix_takes_the_oldest_duplicate():
+    pool = make_pool("free: 3 | in use: 1 2")
+    cache(pool, pool.blocks[2], number=5)
+    cache(pool, pool.blocks[1], number=5)
+    assert ids(pool.find_cached_prefix([hash_of(5)], 1)) == [2]
+
+
+def test_null_and_masked_blocks_are_not_cached():
+    pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True)
+    table = [pool.null_block, *blocks(pool, 1, 2)]
+    request = make_request([hash_of(n) for n in (10, 11, 12)])
+    pool.cache_full_blocks(request, table, 0, 3, 4, 0, block_mask=[True, False, True])
+    assert state(pool) == "free: 4 | in use: 1 2* 3"
+    (event,) = pool.take_events()
+    assert event.block_hashes == [int.from_bytes(hash_of(12)[-8:], "big")]
+    assert event.token_ids == list(range(12))
+    assert event.parent_block_hash is None
+
+
+def test_a_range_of_null_blocks_still_announces_its_tokens():
+    pool = make_pool("free: 1", enable_kv_cache_events=True)
+    pool.cache_full_blocks(make_request([hash_of(1)]), [pool.null_block], 0, 1, 4, 0)
+    (event,) = pool.take_events()
+    assert event.block_hashes == []
+    assert event.extra_keys is None
+    assert event.token_ids == [0, 1, 2, 3]
+
+
+def test_an_empty_range_announces_nothing():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    pool.cache_full_blocks(make_request([]), blocks(pool, 1), 0, 0, 4, 0)
+    assert pool.take_events() == []
+
+
+def test_a_coarse_block_has_the_last_fine_hash_inside_it():
+    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
+    request = make_request([hash_of(n) for n in range(5)])
+    pool.cache_full_blocks(request, blocks(pool, 1, 2), 1, 2, 8, 0)
+    assert pool.blocks[2].block_hash == hash_of(3) + GROUP
+    assert pool.blocks[2].block_hash_num_tokens == 16
+    (event,) = pool.take_events()
+    assert event.parent_block_hash == int.from_bytes(hash_of(1)[-8:], "big")
+    assert event.token_ids == list(range(8, 16))
+    assert event.block_size == 8
+
+
+def test_a_hash_is_replaced_only_by_one_that_covers_more_tokens():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    request = make_request([hash_of(10), hash_of(11)])
+    pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 4, 0)
+    pool.take_events()
+    with pytest.raises(AssertionError, match="block 1 is cached for 4 tokens already"):
+        pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 4, 0)
+    assert pool.take_events() == []
+    pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 8, 0)
+    assert [type(event).__name__ for event in pool.take_events()] == ["BlockRemoved", "BlockStored"]
+    assert pool.blocks[1].block_hash == hash_of(11) + GROUP
+    invariants.check(pool)
+
+
+def test_an_event_says_what_besides_tokens_went_into_the_hashes():
+    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
+    request = make_request(
+        [hash_of(1), hash_of(2)],
+        lora_request=SimpleNamespace(adapter_id=7, name="a", lora_name="a", lora_path="/a"),
+        mm_features=[
+            SimpleNamespace(identifier="img", mm_position=SimpleNamespace(offset=2, length=4))
+        ],
+        cache_salt="salt",
+        session_id="s",
+    )
+    pool.cache_full_blocks(request, blocks(pool, 1, 2), 0, 2, 4, 0)
+    (event,) = pool.take_events()
+    assert event.extra_keys == [("a", ("img", 2), "salt"), ("a", ("img", -2))]
+    assert (event.lora_id, event.lora_name, event.session_id) == (7, "a", "s")
+    assert (event.group_idx, event.medium) == (0, "GPU")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 3, 4, 0), r"blocks 0\.\.3 of a table of 2 blocks"),
+        ((-1, 2, 4, 0), r"blocks -1\.\.2"),
+        ((0, 2, 8, 0), "has 2 block hashes of 4 tokens; .* needs 4"),
+        ((0, 2, 6, 0), "block_size 6 is not a multiple of hash_block_size 4"),
+        ((0, 2, 0, 0), "block_size 0 is not a multiple"),
+        ((0, 2, 4, -1), "group id -1 is not in"),
+        ((0, 2, 4, 2**32), "group id 4294967296 is not in"),
+        ((0, 2, 4, 0, [True]), "block_mask has 1 flags for 2 blocks"),
+    ],
+)
+def test_a_range_that_does_not_fit_caches_nothing(arguments, message):
+    pool = make_pool("free: 3 | in use: 1 2")
+    request = make_request([hash_of(1), hash_of(2)])
+    with pytest.raises(InvalidArgumentError, match=message):
+        pool.cache_full_blocks(request, blocks(pool, 1, 2), *arguments)
+    assert state(pool) == "free: 3 | in use: 1 2"
+
+
+def test_a_bad_block_in_the_middle_caches_nothing():
+    pool = make_pool("free: 4 | in use: 1 2* 3")
+    request = make_request([hash_of(n) for n in (11, 12, 13)])
+    with pytest.raises(InvalidBlockError, match="block 4 is free"):
+        pool.cache_full_blocks(request, blocks(pool, 1, 4, 3), 0, 3, 4, 0)
+    pool.blocks[2]._block_hash_num_tokens = 99
+    with pytest.raises(InvalidBlockError, match="block 2 is cached for 99 tokens already"):
+        pool.cache_full_blocks(request, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
+    with pytest.raises(TypeError):
+        pool.cache_full_blocks(request, [pool.blocks[1], 2, pool.blocks[3]], 0, 3, 4, 0)
+    assert state(pool) == "free: 4 | in use: 1 2* 3"
+
+
+def test_evicting_forgets_hashes_and_nothing_else():
+    pool = make_pool("free: 3 1* 4* | in use: 2*", enable_kv_cache_events=True)
+    pool.evict_blocks({1, 2, 3})
+    assert state(pool) == "free: 3 1 4* | in use: 2"
+    assert len(pool.take_events()) == 2
+    invariants.check(pool)
+
+
+@pytest.mark.parametrize("unknown", [-1, 5, 10**6])
+def test_an_unknown_id_evicts_nothing(unknown):
+    pool = make_pool("free: 1* 2* 3* 4*")
+    with pytest.raises(InvalidBlockError, match=f"Invalid block_id {unknown}: this pool has blocks 0..4"):
+        pool.evict_blocks([1, 2, unknown])
+    with pytest.raises(AssertionError):
+        pool.evict_blocks({unknown})
+    with pytest.raises(TypeError):
+        pool.evict_blocks([1, "2"])
+    assert state(pool) == "free: 1* 2* 3* 4*"
+
+
+def test_evicting_one_block_says_whether_it_was_cached():
+    pool = make_pool("free: 1* 2")
+    assert pool._maybe_evict_cached_block(pool.blocks[1]) is True
+    assert pool._maybe_evict_cached_block(pool.blocks[1]) is False
+    assert pool._maybe_evict_cached_block(pool.blocks[2]) is False
+
+
+def test_a_hash_that_the_map_does_not_know_is_dropped_without_an_event():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    pool.blocks[1].set_block_hash(b"unmapped" + GROUP)
+    assert pool._maybe_evict_cached_block(pool.blocks[1]) is False
+    assert pool.blocks[1].block_hash is None
+    assert pool.take_events() == []
+
+
+def test_a_reset_forgets_every_hash_and_keeps_the_order():
+    pool = make_pool("free: 3 1* 2*", enable_kv_cache_events=True)
+    assert pool.reset_prefix_cache() is True
+    assert state(pool) == "free: 3 1 2"
+    assert len(pool.cached_block_hash_to_block) == 0
+    assert pool.take_events() == [AllBlocksCleared()]
+
+
+def test_a_reset_is_refused_while_a_block_is_in_use(caplog):
+    pool = make_pool("free: 3 1* | in use: 2*", enable_kv_cache_events=True)
+    assert pool.reset_prefix_cache() is False
+    assert state(pool) == "free: 3 1* | in use: 2*"
+    assert pool.take_events() == []
+    assert "1 blocks are still in use" in caplog.text
+
+
+# ---- events
+
+
+def test_taking_events_hands_over_the_list():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    cache(pool, pool.blocks[1])
+    events = pool.take_events()
+    assert len(events) == 1
+    events.append("mine")
+    assert pool.take_events() == []
+
+
+def test_without_events_nothing_is_noted():
+    pool = make_pool("free: 1* 2*")
+    pool.kv_event_queue.append("left alone")
+    pool.get_new_blocks(2)
+    assert pool.take_events() == []
+    assert pool.kv_event_queue == ["left alone"]
+
+
+def test_events_carry_the_medium_of_their_pool():
+    pool = make_pool("free: 1*", enable_kv_cache_events=True, medium="CPU")
+    pool.get_new_blocks(1)
+    assert pool.take_events()[0].medium == "CPU"
+
+
+# ---- the observer
+
+
+class Notes:
+    """A collector that writes down what it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_block_allocated(self, block):
+        self.lines.append(f"allocated {block.block_id}")
+
+    def on_block_accessed(self, block):
+        self.lines.append(f"accessed {block.block_id}")
+
+    def on_block_evicted(self, block):
+        self.lines.append(f"evicted {block.block_id} ref_cnt {block.ref_cnt}")
+
+    def reset(self):
+        self.lines.append("reset")
+
+
+def test_the_observer_hears_of_evictions_before_hand_outs():
+    notes = Notes()
+    pool = BlockPool(4, True, 4, metrics_collector=notes)
+    taken = pool.get_new_blocks(2)
+    pool.touch([pool.null_block, taken[0]])
+    pool.evict_blocks({3})
+    pool.free_blocks([taken[0], taken[0], taken[1]])
+    assert pool.reset_prefix_cache()
+    assert notes.lines == [
+        "evicted 1 ref_cnt 0",
+        "allocated 1",
+        "evicted 2 ref_cnt 0",
+        "allocated 2",
+        "accessed 1",
+        "evicted 3 ref_cnt 0",
+        "reset",
+    ]
+
+
+def test_without_caching_the_observer_hears_of_no_eviction():
+    notes = Notes()
+    BlockPool(3, False, 4, metrics_collector=notes).get_new_blocks(1)
+    assert notes.lines == ["allocated 1"]

@@ -1,0 +1,222 @@
+import gc
+import random
+
+import pytest
+
+from kv_pool import (
+    CorruptedPoolError,
+    FreeKVCacheBlockQueue,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVCacheBlock,
+    OutOfBlocksError,
+)
+from kv_pool.core.invariants import check_free_queue
+
+
+def make_queue(num_blocks):
+    made = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+    return made, FreeKVCacheBlockQueue(made)
+
+
+def order(queue):
+    check_free_queue(queue)
+    return [block.block_id for block in queue.get_all_free_blocks()]
+
+
+def is_unlinked(block):
+    return block.prev_free_block is None and block.next_free_block is None
+
+
+def test_a_queue_has_the_order_it_was_given():
+    made, queue = make_queue(3)
+    assert order(queue) == [0, 1, 2]
+    assert queue.num_free_blocks == 3
+    assert queue.fake_free_list_head.next_free_block is made[0]
+    assert queue.fake_free_list_tail.prev_free_block is made[2]
+
+
+def test_the_sentinels_of_an_empty_queue_point_at_each_other():
+    queue = FreeKVCacheBlockQueue([])
+    assert queue.fake_free_list_head.next_free_block is queue.fake_free_list_tail
+    assert queue.fake_free_list_tail.prev_free_block is queue.fake_free_list_head
+    assert queue.fake_free_list_head.block_id == queue.fake_free_list_tail.block_id == -1
+
+
+def test_popleft_takes_the_first_and_unlinks_it():
+    made, queue = make_queue(2)
+    assert queue.popleft() is made[0]
+    assert is_unlinked(made[0])
+    assert order(queue) == [1]
+
+
+def test_popleft_of_an_empty_queue_says_so():
+    with pytest.raises(OutOfBlocksError, match="No free blocks available"):
+        FreeKVCacheBlockQueue([]).popleft()
+
+
+def test_popleft_notices_a_counter_that_lies():
+    queue = FreeKVCacheBlockQueue([])
+    queue.num_free_blocks = 2
+    with pytest.raises(AssertionError, match="out of sync"):
+        queue.popleft()
+
+
+def test_popleft_notices_a_missing_link():
+    made, queue = make_queue(2)
+    made[0].next_free_block = None
+    with pytest.raises(RuntimeError, match="has no next_free_block"):
+        queue.popleft()
+
+
+def test_popleft_n_takes_from_the_front_in_order():
+    made, queue = make_queue(4)
+    assert queue.popleft_n(3) == made[:3]
+    assert all(is_unlinked(block) for block in made[:3])
+    assert order(queue) == [3]
+    assert queue.popleft_n(0) == []
+    assert queue.popleft_n(1) == [made[3]]
+    assert order(queue) == []
+
+
+@pytest.mark.parametrize("n", [-1, 3])
+def test_popleft_n_of_an_impossible_count_changes_nothing(n):
+    _, queue = make_queue(2)
+    with pytest.raises(InvalidArgumentError, match=f"asked for {n} blocks, 2 are in the free queue"):
+        queue.popleft_n(n)
+    assert order(queue) == [0, 1]
+
+
+@pytest.mark.parametrize("too_many", [1, 2, 3])
+def test_popleft_n_that_runs_into_the_tail_leaves_the_blocks_linked(too_many):
+    _, queue = make_queue(2)
+    queue.num_free_blocks += too_many
+    with pytest.raises(CorruptedPoolError, match="only 2 blocks are linked"):
+        queue.popleft_n(2 + too_many)
+    queue.num_free_blocks = 2
+    assert order(queue) == [0, 1]
+
+
+def test_remove_takes_a_block_out_of_the_middle():
+    made, queue = make_queue(3)
+    queue.remove(made[1])
+    assert is_unlinked(made[1])
+    assert order(queue) == [0, 2]
+
+
+def test_remove_of_an_unlinked_block_changes_nothing():
+    _, queue = make_queue(2)
+    with pytest.raises(RuntimeError, match="block 9 is not in the free queue"):
+        queue.remove(KVCacheBlock(9))
+    with pytest.raises(InvalidBlockError):
+        queue.remove(KVCacheBlock(9))
+    assert order(queue) == [0, 1]
+
+
+def test_append_goes_to_the_back_and_prepend_to_the_front():
+    made, queue = make_queue(2)
+    queue.append(KVCacheBlock(5))
+    queue.append_n([KVCacheBlock(6), KVCacheBlock(7)])
+    queue.prepend_n([KVCacheBlock(8), KVCacheBlock(9)])
+    assert order(queue) == [8, 9, 0, 1, 5, 6, 7]
+    assert queue.num_free_blocks == 7
+    queue.append_n([])
+    queue.prepend_n([])
+    assert queue.num_free_blocks == 7
+    assert made[0].prev_free_block.block_id == 9
+
+
+def test_appending_to_a_queue_without_tail_changes_nothing():
+    _, queue = make_queue(1)
+    queue.fake_free_list_tail.prev_free_block = None
+    with pytest.raises(RuntimeError):
+        queue.append(KVCacheBlock(5))
+    with pytest.raises(AssertionError):
+        queue.append_n([KVCacheBlock(5)])
+    queue.append_n([])
+    assert queue.num_free_blocks == 1
+
+
+def test_prepending_to_a_queue_without_head_changes_nothing():
+    _, queue = make_queue(1)
+    queue.fake_free_list_head.next_free_block = None
+    with pytest.raises(AssertionError):
+        queue.prepend_n([KVCacheBlock(5)])
+    assert queue.num_free_blocks == 1
+
+
+def test_listing_a_broken_queue_is_an_error():
+    made, queue = make_queue(3)
+    made[1].next_free_block = None
+    with pytest.raises(RuntimeError, match="breaks off after 2 blocks"):
+        queue.get_all_free_blocks()
+
+
+def test_a_walk_starts_at_the_front_or_after_a_cursor():
+    made, queue = make_queue(4)
+    assert list(queue.iter_blocks_after(None)) == made
+    assert list(queue.iter_blocks_after(made[1])) == made[2:]
+    assert list(queue.iter_blocks_after(made[3])) == []
+    queue.remove(made[1])
+    assert list(queue.iter_blocks_after(made[1])) == []
+
+
+def test_a_walk_sees_what_changes_ahead_of_it():
+    made, queue = make_queue(3)
+    walk = queue.iter_blocks_after(None)
+    assert next(walk) is made[0]
+    queue.append(KVCacheBlock(9))
+    assert [block.block_id for block in walk] == [1, 2, 9]
+
+
+def test_a_dropped_queue_lets_go_of_its_blocks():
+    made, queue = make_queue(3)
+    queue.remove(made[1])
+    del queue
+    assert all(is_unlinked(block) for block in made)
+
+
+def test_a_dropped_queue_does_not_touch_a_younger_queue_over_the_same_blocks():
+    made, queue = make_queue(3)
+    younger = FreeKVCacheBlockQueue(made)
+    del queue
+    gc.collect()
+    assert order(younger) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls_agree_with_a_list(seed):
+    rng = random.Random(seed)
+    made, queue = make_queue(rng.randrange(1, 12))
+    model = list(made)
+    out = []
+    for _ in range(200):
+        call = rng.choice(["popleft", "popleft_n", "remove", "append", "append_n", "prepend_n"])
+        some = [out.pop() for _ in range(rng.randrange(3)) if out]
+        if call == "popleft" and model:
+            out.append(queue.popleft())
+            assert out[-1] is model.pop(0)
+        elif call == "popleft_n":
+            n = rng.randrange(len(model) + 1)
+            taken = queue.popleft_n(n)
+            assert taken == model[:n]
+            del model[:n]
+            out += taken
+        elif call == "remove" and model:
+            block = model.pop(rng.randrange(len(model)))
+            queue.remove(block)
+            out.append(block)
+        elif call == "append" and out:
+            model.append(out.pop())
+            queue.append(model[-1])
+        elif call == "append_n":
+            queue.append_n(some)
+            model += some
+            some = []
+        elif call == "prepend_n":
+            queue.prepend_n(some)
+            model[:0] = some
+            some = []
+        out += some
+        assert order(queue) == [block.block_id for block in model]
+        assert all(is_unlinked(block) for block in out)

@@ -1,0 +1,128 @@
+"""Each invariant is broken by hand, and its check names it."""
+
+import pytest
+from drawing import GROUP, blocks, hash_of, make_pool
+
+from kv_pool import CorruptedPoolError, KVCacheBlock
+from kv_pool.core import invariants
+
+PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
+
+
+def test_a_sound_pool_passes():
+    invariants.check(make_pool(PICTURE))
+
+
+def link_to_nowhere(pool):
+    pool.blocks[3].next_free_block = None
+
+
+def leave_the_last_block_out(pool):
+    pool.free_block_queue.num_free_blocks -= 1
+
+
+def count_one_too_many(pool):
+    pool.free_block_queue.num_free_blocks += 1
+
+
+def point_back_elsewhere(pool):
+    pool.blocks[1].prev_free_block = pool.blocks[2]
+
+
+def put_something_before_the_head(pool):
+    pool.free_block_queue.fake_free_list_head.prev_free_block = pool.blocks[5]
+
+
+def put_something_after_the_tail(pool):
+    pool.free_block_queue.fake_free_list_tail.next_free_block = pool.blocks[5]
+
+
+def reference_a_free_block(pool):
+    pool.blocks[1].ref_cnt = 1
+
+
+def lose_a_reference(pool):
+    pool.blocks[5].ref_cnt = 0
+
+
+def link_a_block_in_use(pool):
+    pool.blocks[5].next_free_block = pool.blocks[4]
+
+
+def queue_a_stranger(pool):
+    pool.free_block_queue.append(KVCacheBlock(9))
+
+
+def swap_two_blocks(pool):
+    pool.blocks[1].block_id, pool.blocks[2].block_id = 2, 1
+
+
+def adopt_a_block(pool):
+    pool.blocks[1]._owner = None
+
+
+def flag_a_second_null_block(pool):
+    pool.blocks[5].is_null = True
+
+
+def hash_the_null_block(pool):
+    pool.null_block.set_block_hash(b"x")
+
+
+def go_below_zero(pool):
+    pool.blocks[5].ref_cnt = -1
+
+
+def forget_a_mapped_block(pool):
+    pool.blocks[1].reset_hash()
+
+
+def carry_an_unmapped_hash(pool):
+    pool.blocks[5].set_block_hash(b"unmapped")
+
+
+def leave_an_empty_entry(pool):
+    pool.cached_block_hash_to_block._cache[b"x"] = {}
+
+
+def map_under_a_wrong_id(pool):
+    pool.cached_block_hash_to_block._cache[hash_of(1) + GROUP] = {7: blocks(pool, 1)[0]}
+
+
+@pytest.mark.parametrize(
+    ("damage", "broken"),
+    [
+        (link_to_nowhere, "Q1"),
+        (leave_the_last_block_out, "Q1"),
+        (count_one_too_many, "Q1"),
+        (point_back_elsewhere, "Q2"),
+        (put_something_before_the_head, "Q2"),
+        (put_something_after_the_tail, "Q2"),
+        (reference_a_free_block, "Q3"),
+        (lose_a_reference, "Q3"),
+        (link_a_block_in_use, "Q3"),
+        (queue_a_stranger, "P1"),
+        (swap_two_blocks, "P3"),
+        (adopt_a_block, "P3"),
+        (flag_a_second_null_block, "P4"),
+        (hash_the_null_block, "P4"),
+        (go_below_zero, "P5"),
+        (forget_a_mapped_block, "P2"),
+        (carry_an_unmapped_hash, "P2"),
+        (leave_an_empty_entry, "M1"),
+        (map_under_a_wrong_id, "M1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_the_check_bites(damage, broken):
+    pool = make_pool(PICTURE)
+    damage(pool)
+    with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
+        invariants.check(pool)
+
+
+def test_a_pool_that_lost_a_block_is_noticed():
+    pool = make_pool(PICTURE)
+    pool.num_gpu_blocks += 1
+    with pytest.raises(CorruptedPoolError, match=r"^P1: 6 blocks of 7"):
+        invariants.check(pool)
