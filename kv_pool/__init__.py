@@ -4,13 +4,13 @@ The core decides which block ids a request gets and which blocks hold which pref
 `KVCacheManager` (block tables for a scheduler) or `BlockPool` (blocks); see kv_pool/README.md for the map.
 """
 
-from kv_pool.core import pool_core as _pool_core
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.core.mode import COMPILED
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -23,11 +23,7 @@ from kv_pool.errors import (
 from kv_pool.manager.kv_cache_manager import CachedPrefix, KVCacheManager
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.metrics.residency import KVCacheMetricsCollector
-
-__version__ = "0.1.0"
-
-COMPILED: bool = not str(_pool_core.__file__).endswith(".py")
-"""True when the core runs compiled by mypyc, False when it runs as plain Python."""
+from kv_pool.version import __version__
 
 __all__ = [
     "COMPILED",
@@ -54,4 +50,5 @@ __all__ = [
     "PlaceholderRange",
     "Request",
     "TraceError",
+    "__version__",
 ]

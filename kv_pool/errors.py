@@ -8,7 +8,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `OutOfBlocksError` | `ValueError` | more blocks asked for than are free |
 | `InvalidArgumentError` | `ValueError`, `AssertionError` | a number, range or name that cannot be meant |
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
-| `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in the wrong state, or not ours |
+| `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 
@@ -25,7 +25,7 @@ class OutOfBlocksError(KVPoolError, ValueError):
 
 
 class InvalidArgumentError(KVPoolError, ValueError, AssertionError):
-    """An argument that cannot be meant: a negative count, an unknown algorithm. Nothing has changed."""
+    """An argument that can not be meant, such as a negative count. Nothing has changed."""
 
 
 class InvalidTypeError(KVPoolError, TypeError):

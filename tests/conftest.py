@@ -10,7 +10,7 @@ EXPECTED_MODE = os.environ.get("KV_POOL_EXPECT")
 
 def pytest_configure(config):
     mode = "compiled" if kv_pool.COMPILED else "plain"
-    if EXPECTED_MODE and EXPECTED_MODE != mode:
+    if EXPECTED_MODE not in (None, mode):
         raise RuntimeError(f"expected the {EXPECTED_MODE} core, this is the {mode} one: {kv_pool.__file__}")
 
 

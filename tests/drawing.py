@@ -1,6 +1,6 @@
 """A pool as a picture, so that a failing test shows one.
 
-    free: 3 4 1* 2* | in use: 5 6*x2        next to be reused first; * = cached; x2 = two references
+free: 3 4 1* 2* | in use: 5 6*x2        next to be reused first; * = cached; x2 = two references
 """
 
 import re

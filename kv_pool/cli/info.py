@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-import kv_pool
+from kv_pool.core.mode import COMPILED
+from kv_pool.version import __version__
 
 _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "zstandard")
 
@@ -15,9 +16,9 @@ _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib
 def info() -> None:
     """Say whether the core runs compiled or plain, and the versions of everything."""
     table = Table(show_header=False)
-    table.add_row("kv_pool", kv_pool.__version__)
-    table.add_row("core", "compiled (mypyc)" if kv_pool.COMPILED else "plain Python")
-    table.add_row("installed in", str(Path(kv_pool.__file__).parent))
+    table.add_row("kv_pool", __version__)
+    table.add_row("core", "compiled (mypyc)" if COMPILED else "plain Python")
+    table.add_row("installed in", str(Path(__file__).parent.parent))
     table.add_row("Python", f"{platform.python_implementation()} {platform.python_version()}")
     table.add_row("platform", platform.platform())
     for name in _PACKAGES:

@@ -15,7 +15,8 @@ _MODEL = "Capacity as memory"
 TraceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="TRACE", help=f"A trace file (.jsonl, .gz, .xz, .zst), or one of: {', '.join(BUNDLED_TRACES)}."
+        metavar="TRACE",
+        help=f"A trace file (.jsonl, .gz, .xz, .zst), or one of: {', '.join(BUNDLED_TRACES)}.",
     ),
 ]
 BlockSize = Annotated[
@@ -36,12 +37,8 @@ PrefillRate = Annotated[
 DecodeRate = Annotated[
     float, typer.Option(help="Tokens per second that each request generates.", rich_help_panel=_ENGINE)
 ]
-MaxRunning = Annotated[
-    int, typer.Option(help="Requests that run at once.", min=1, rich_help_panel=_ENGINE)
-]
-Speedup = Annotated[
-    float, typer.Option(help="Arrivals come so many times faster.", rich_help_panel=_ENGINE)
-]
+MaxRunning = Annotated[int, typer.Option(help="Requests that run at once.", min=1, rich_help_panel=_ENGINE)]
+Speedup = Annotated[float, typer.Option(help="Arrivals come so many times faster.", rich_help_panel=_ENGINE)]
 Limit = Annotated[int | None, typer.Option(help="Only so many requests from the start.", min=1)]
 TraceBlockSize = Annotated[
     int | None, typer.Option(help="Tokens per hash id. Default: inferred from the trace.", min=1)
@@ -86,6 +83,4 @@ def blocks_from_memory(
     kv = ModelKV(*dimensions, dtype_bytes=dtype_bytes) if model is None else find_model(model)
     if model is not None and dtype_bytes != kv.dtype_bytes:
         kv = ModelKV(kv.num_layers, kv.num_kv_heads, kv.head_size, kv.latent_size, dtype_bytes)
-    return count_blocks(
-        parse_memory(memory), block_size or trace.block_size or DEFAULT_BLOCK_SIZE, kv
-    )
+    return count_blocks(parse_memory(memory), block_size or trace.block_size or DEFAULT_BLOCK_SIZE, kv)

@@ -123,7 +123,9 @@ def make_table(report: ReplayReport) -> Table:
         f"{report.block_hit_rate:.2%}",
         f"{report.blocks_hit:,} of {report.blocks_looked_up:,} full prompt blocks",
     )
-    table.add_row("", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests")
+    table.add_row(
+        "", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests"
+    )
     table.add_row("evictions", f"{report.evictions:,}", "cached blocks taken for something else")
     table.add_section()
     table.add_row(

@@ -16,7 +16,7 @@ from kv_pool.replay.simulator import ReplaySettings
 from kv_pool.replay.sweep import run_sweep
 from kv_pool.replay.trace_clock import EngineRates
 
-_BAR_WIDTH = 30
+_BAR_WIDTH = 16
 
 
 def sweep(
@@ -36,9 +36,7 @@ def sweep(
     seed: options.Seed = "0",
     json: options.JsonFile = None,
     png: Annotated[str, typer.Option(help="Where to draw the curve.")] = "sweep.png",
-    jobs: Annotated[
-        int, typer.Option(help="Processes; 0 for one per core.", min=0)
-    ] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
     try:
@@ -89,8 +87,8 @@ def sweep(
 
 def make_table(reports: list[ReplayReport]) -> Table:
     """One row per capacity, with a bar for the token hit rate."""
-    table = Table(title=f"hit rate over capacity, blocks of {reports[0].block_size} tokens")
-    for name in ("blocks", "token hit rate", "block hit rate", "refused", "preempted", "evictions"):
+    table = Table(title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens")
+    for name in ("blocks", "token hits", "block hits", "refused", "preempted", "evictions"):
         table.add_column(name, justify="right")
     table.add_column("")
     for report in reports:

@@ -86,9 +86,7 @@ class KVCacheBlock:
         owner = self._owner
         return None if owner is None else owner()
 
-    def set_block_hash(
-        self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None
-    ) -> None:
+    def set_block_hash(self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None) -> None:
         """Give a hash to a block that has none.
 
         Raises:

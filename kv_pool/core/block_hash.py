@@ -42,9 +42,7 @@ class BlockHasher:
         digest_size: bytes per hash.
     """
 
-    def __init__(
-        self, algorithm: str = "xxh3_128", seed: str | None = None, block_size: int = 16
-    ) -> None:
+    def __init__(self, algorithm: str = "xxh3_128", seed: str | None = None, block_size: int = 16) -> None:
         if algorithm not in HASH_ALGORITHMS:
             raise InvalidArgumentError(
                 f"unknown hash algorithm {algorithm!r}; known are {', '.join(HASH_ALGORITHMS)}"
@@ -107,16 +105,14 @@ class BlockHasher:
         pieces = pack_fixed(token_ids, self.block_size)
         xxh3: Callable[[bytes, int], bytes] = xxhash.xxh3_128_digest
         is_xxh3 = self.algorithm == "xxh3_128"
+        seed = self._xxh3_seed
         for index, piece in enumerate(pieces):
             payload = previous + piece
             if index < num_extra:
                 keys = extra_keys[index]
                 if keys is not None:
                     payload += _encode_extra_keys(keys)
-            if is_xxh3:
-                previous = xxh3(payload, self._xxh3_seed)
-            else:
-                previous = hashlib.sha256(payload).digest()
+            previous = xxh3(payload, seed) if is_xxh3 else hashlib.sha256(payload).digest()
             hashes.append(BlockHash(previous))
         return hashes
 

@@ -87,9 +87,7 @@ class FreeKVCacheBlockQueue:
             CorruptedPoolError: fewer are linked than `num_free_blocks` says; those stay linked.
         """
         if n < 0 or n > self.num_free_blocks:
-            raise InvalidArgumentError(
-                f"asked for {n} blocks, {self.num_free_blocks} are in the free queue"
-            )
+            raise InvalidArgumentError(f"asked for {n} blocks, {self.num_free_blocks} are in the free queue")
         taken: list[KVCacheBlock] = []
         if n == 0:
             return taken

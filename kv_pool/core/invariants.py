@@ -77,9 +77,7 @@ def check_blocks(pool: BlockPool) -> None:
                 raise CorruptedPoolError(f"Q3: block {position} is not free but has links")
             num_in_use += not block.is_null
     if len(linked) + num_in_use + 1 != pool.num_gpu_blocks:
-        raise CorruptedPoolError(
-            f"P1: {len(linked)} free + {num_in_use} in use + 1 != {pool.num_gpu_blocks}"
-        )
+        raise CorruptedPoolError(f"P1: {len(linked)} free + {num_in_use} in use + 1 != {pool.num_gpu_blocks}")
 
 
 def check_prefix_map(pool: BlockPool) -> None:
@@ -91,9 +89,7 @@ def check_prefix_map(pool: BlockPool) -> None:
             raise CorruptedPoolError(f"M1: the entry for {key.hex()} is empty")
         for block_id, block in copies.items():
             if block.block_id != block_id:
-                raise CorruptedPoolError(
-                    f"M1: block {block.block_id} is mapped under the id {block_id}"
-                )
+                raise CorruptedPoolError(f"M1: block {block.block_id} is mapped under the id {block_id}")
             if block.block_hash != key:
                 raise CorruptedPoolError(
                     f"P2: the map has block {block_id} under {key.hex()}, which it does not carry"

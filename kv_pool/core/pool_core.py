@@ -123,9 +123,7 @@ class BlockPoolCore:
         Contract: vLLM 0.33 `BlockPool.get_new_blocks`.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(
-                f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int"
-            )
+            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
         queue = self.free_block_queue
         if num_blocks > queue.num_free_blocks:
             raise OutOfBlocksError(
@@ -183,7 +181,7 @@ class BlockPoolCore:
         freed: list[KVCacheBlock] = []
         index = -1
         try:
-            for index, block in enumerate(listed):
+            for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
                 if block._owner is not owner:
                     self._check_bare(block, "touch()")
                 if block.is_null:
@@ -231,15 +229,17 @@ class BlockPoolCore:
         listed: list[KVCacheBlock] = list(ordered_blocks)
         reused_first: list[KVCacheBlock] = []
         reused_last: list[KVCacheBlock] = []
-        foreign: list[KVCacheBlock] = []
+        foreign: list[KVCacheBlock] | None = None
+        by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
         index = -1
         try:
-            for index, block in enumerate(listed):
-                if block._owner is not owner and block._owner is not None:
-                    if not block.is_null:
-                        foreign.append(block)
-                    continue
+            for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
                 if block.is_null:
+                    continue
+                if block._owner is not owner and block._owner is not None:
+                    if foreign is None:
+                        foreign = []
+                    foreign.append(block)
                     continue
                 ref_cnt = block.ref_cnt - 1
                 if ref_cnt < 0 and block._owner is not None:
@@ -253,8 +253,9 @@ class BlockPoolCore:
                         reused_first.append(block)
                     else:
                         reused_last.append(block)
-            index = len(listed)
-            by_pool = _group_by_pool(foreign) if foreign else {}
+            if foreign is not None:
+                index = len(listed)
+                by_pool = _group_by_pool(foreign)
         except Exception as error:
             for block in listed[:index]:
                 if not block.is_null and (block._owner is owner or block._owner is None):
@@ -265,7 +266,7 @@ class BlockPoolCore:
             queue.prepend_n(reused_first)
         if reused_last:
             queue.append_n(reused_last)
-        if foreign:
+        if by_pool is not None:
             for pool, theirs in by_pool.values():
                 pool.free_blocks(theirs)
 
@@ -374,9 +375,7 @@ class BlockPoolCore:
                 f"blocks {num_cached_blocks}..{num_full_blocks} of a table of {len(blocks)} blocks"
             )
         if block_mask is not None and len(block_mask) != num_blocks:
-            raise InvalidArgumentError(
-                f"block_mask has {len(block_mask)} flags for {num_blocks} blocks"
-            )
+            raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
         hashes = self._hashes_of(request, num_cached_blocks, num_full_blocks, block_size)
         owner = self._owner
         num_tokens = num_cached_blocks * block_size
@@ -416,13 +415,9 @@ class BlockPoolCore:
             block._block_hash_num_tokens = num_tokens
             cache.insert(key, block)
         if self.enable_kv_cache_events:
-            self._announce_stored(
-                request, hashes, keep, num_cached_blocks, block_size, kv_cache_group_id
-            )
+            self._announce_stored(request, hashes, keep, num_cached_blocks, block_size, kv_cache_group_id)
 
-    def _hashes_of(
-        self, request: CacheableRequest, first: int, end: int, block_size: int
-    ) -> list[BlockHash]:
+    def _hashes_of(self, request: CacheableRequest, first: int, end: int, block_size: int) -> list[BlockHash]:
         """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
         stride = block_size // self.hash_block_size
         if stride < 1 or stride * self.hash_block_size != block_size:
@@ -452,18 +447,14 @@ class BlockPoolCore:
         """Append the one `BlockStored` for blocks `[first, first + len(hashes))` of `request`."""
         parent: ExternalBlockHash | None = None
         if first:
-            parent = make_external_block_hash(
-                self._hashes_of(request, first - 1, first, block_size)[0]
-            )
+            parent = make_external_block_hash(self._hashes_of(request, first - 1, first, block_size)[0])
         stored: list[ExternalBlockHash] = []
         extra_keys: list[tuple[Any, ...] | None] = []
         for index, kept in enumerate(keep):
             if kept:
                 start = (first + index) * block_size
                 stored.append(make_external_block_hash(hashes[index]))
-                extra_keys.append(
-                    untag_extra_keys(find_extra_keys(request, start, start + block_size))
-                )
+                extra_keys.append(untag_extra_keys(find_extra_keys(request, start, start + block_size)))
         lora = request.lora_request
         self.kv_event_queue.append(
             BlockStored(
@@ -521,9 +512,7 @@ class BlockPoolCore:
         """
         for block_id in block_ids:
             if not isinstance(block_id, int):
-                raise InvalidTypeError(
-                    f"evict_blocks() takes block ids, got a {type(block_id).__name__}"
-                )
+                raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(block_id).__name__}")
             if block_id < 0 or block_id >= self.num_gpu_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
@@ -598,9 +587,7 @@ def _group_by_pool(
     return by_pool
 
 
-def _raise_typed(
-    error: Exception, listed: Sequence[object], index: int, call: str
-) -> None:
+def _raise_typed(error: Exception, listed: Sequence[object], index: int, call: str) -> None:
     """Raise `error`, or an InvalidTypeError where it came from an element that is not a block."""
     for position, element in enumerate(listed):
         if not isinstance(element, KVCacheBlock):

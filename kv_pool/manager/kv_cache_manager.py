@@ -90,9 +90,7 @@ class KVCacheManager:
             hashes = request.block_hashes
             if self._stride > 1:
                 hashes = hashes[self._stride - 1 :: self._stride]
-            blocks = self.block_pool.find_cached_prefix(
-                hashes, limit // self.block_size, _GROUP_ID
-            )
+            blocks = self.block_pool.find_cached_prefix(hashes, limit // self.block_size, _GROUP_ID)
         return CachedPrefix(
             request.request_id,
             blocks,
@@ -132,9 +130,7 @@ class KVCacheManager:
         request_id = request.request_id
         table = self._tables.get(request_id)
         if num_new_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_new_tokens is {num_new_tokens}; it counts tokens, 0 or more"
-            )
+            raise InvalidArgumentError(f"num_new_tokens is {num_new_tokens}; it counts tokens, 0 or more")
         hits: list[KVCacheBlock] = []
         if cached_prefix is not None and cached_prefix.blocks:
             self._check_prefix(request, cached_prefix, table)
@@ -175,8 +171,8 @@ class KVCacheManager:
         For blocks whose content arrives after `allocate_slots(delay_cache_blocks=True)`; blocks that are
         findable already are passed over.
         Raises:
-            InvalidArgumentError: no such request, or it has no slots or hashes for so many tokens. Nothing has
-                changed.
+            InvalidArgumentError: no such request, or it has no slots or hashes for so many tokens. Nothing
+                has changed.
         """
         table = self._table_of(request.request_id)
         num_full_blocks = num_computed_tokens // self.block_size
@@ -252,8 +248,7 @@ class KVCacheManager:
     ) -> None:
         if prefix.request_id != request.request_id:
             raise InvalidArgumentError(
-                f"the cached prefix was found for request {prefix.request_id!r}, "
-                f"not {request.request_id!r}"
+                f"the cached prefix was found for request {prefix.request_id!r}, not {request.request_id!r}"
             )
         if table is not None or request.num_computed_tokens:
             raise InvalidArgumentError(

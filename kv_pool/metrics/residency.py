@@ -4,6 +4,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
@@ -48,7 +49,7 @@ class BlockMetricsState:
 
     def get_reuse_gaps_seconds(self) -> list[float]:
         times = list(self.access_history)
-        return [(late - early) / 1e9 for early, late in zip(times, times[1:], strict=False)]
+        return [(late - early) / 1e9 for early, late in pairwise(times)]
 
 
 class KVCacheMetricsCollector:

@@ -19,25 +19,24 @@ def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
         raise TraceError("drawing needs matplotlib: pip install 'kv_pool[lab]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
     ordered = sorted(reports, key=lambda report: report.num_blocks)
     first = ordered[0]
     capacities = [report.num_blocks for report in ordered]
     figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
-    axes.plot(
-        capacities, [report.token_hit_rate for report in ordered], "o-", label="of prompt tokens"
-    )
-    axes.plot(
-        capacities, [report.block_hit_rate for report in ordered], "s--", label="of full prompt blocks"
-    )
+    axes.plot(capacities, [report.token_hit_rate for report in ordered], "o-", label="of prompt tokens")
+    axes.plot(capacities, [report.block_hit_rate for report in ordered], "s--", label="of full prompt blocks")
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel(f"capacity in blocks of {first.block_size} tokens")
     axes.set_ylabel("prefix-cache hit rate")
     name = Path(first.provenance.trace).name if first.provenance else ""
-    axes.set_title(f"{name}\n{first.requests:,} requests, clock {first.clock}, {first.convention}", fontsize=10)
+    axes.set_title(
+        f"{name}\n{first.requests:,} requests, clock {first.clock}, {first.convention}", fontsize=10
+    )
     axes.grid(alpha=0.3, which="both")
     axes.legend(loc="lower right")
     try:

@@ -38,6 +38,8 @@ class ReplayRequest:
 
     __slots__ = (
         "_block_size",
+        "_prompt_ids",
+        "_tokens_per_id",
         "arrival_ms",
         "block_hashes",
         "input_length",
@@ -48,8 +50,6 @@ class ReplayRequest:
         "num_prompt_tokens",
         "num_tokens",
         "request_id",
-        "_prompt_ids",
-        "_tokens_per_id",
     )
 
     def __init__(

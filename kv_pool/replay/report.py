@@ -9,8 +9,9 @@ from statistics import median
 
 import msgspec
 
-import kv_pool
+from kv_pool.core.mode import COMPILED
 from kv_pool.errors import TraceError
+from kv_pool.version import __version__
 
 
 class CallTimes(msgspec.Struct):
@@ -56,8 +57,8 @@ def take_provenance(trace: str, digest: str, trace_block_size: int | None, seed:
     return Provenance(
         command=sys.argv,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        kv_pool=kv_pool.__version__,
-        compiled=kv_pool.COMPILED,
+        kv_pool=__version__,
+        compiled=COMPILED,
         python=platform.python_version(),
         platform=platform.platform(),
         dependencies={name: version(name) for name in ("msgspec", "xxhash", "numpy", "cbor2")},

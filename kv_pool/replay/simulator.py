@@ -92,11 +92,7 @@ def run_replay(
         nonlocal next_progress
         if on_progress is not None and monotonic() >= next_progress:
             next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
-            on_progress(
-                Progress(
-                    trace.position, tally.report.requests, tally.token_hit_rate, manager.usage
-                )
-            )
+            on_progress(Progress(trace.position, tally.report.requests, tally.token_hit_rate, manager.usage))
 
     requests = _read_requests(trace, block_size, settings)
     if settings.clock == "instant":
@@ -105,8 +101,8 @@ def run_replay(
         report = TraceClock(tally, settings.rates).run(requests, on_request)
     if report.refused_requests == report.requests:
         raise InvalidArgumentError(
-            f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the smallest "
-            f"request needs {tally.smallest_refused}"
+            f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
+            f"smallest request needs {tally.smallest_refused}"
         )
     report.broken_lines = trace.num_broken
     report.first_broken = trace.first_broken
@@ -115,9 +111,7 @@ def run_replay(
         for name, value in {**asdict(settings), **asdict(settings.rates)}.items()
         if isinstance(value, (str, int, float))
     }
-    report.provenance = take_provenance(
-        str(trace.path), trace.digest(), trace.block_size, settings.seed
-    )
+    report.provenance = take_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
     return report
 
 
@@ -138,9 +132,7 @@ def _check(settings: ReplaySettings) -> None:
         raise InvalidArgumentError(f"limit is {settings.limit}; it counts requests, 1 or more")
 
 
-def _read_requests(
-    trace: Trace, block_size: int, settings: ReplaySettings
-) -> Iterator[ReplayRequest]:
+def _read_requests(trace: Trace, block_size: int, settings: ReplaySettings) -> Iterator[ReplayRequest]:
     hasher = BlockHasher("xxh3_128", settings.seed, block_size)
     for traced in islice(trace, settings.limit):
         yield ReplayRequest(traced, block_size, settings.convention, trace.block_size, hasher)

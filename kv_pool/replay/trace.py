@@ -33,7 +33,7 @@ BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
 """Traces that ship with the package: name to file."""
 
 _MAX_HASH_ID = 2**64 - 1
-_CANDIDATE_BLOCK_SIZES = tuple(2**power for power in range(13))
+_CANDIDATE_BLOCK_SIZES = tuple(1 << power for power in range(13))
 _LINES_TO_INFER_FROM = 1000
 
 
@@ -150,9 +150,7 @@ class Trace:
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
         hash_ids = record.hash_ids
         if (hash_ids is None) == (token_ids is None):
-            raise self._broken(
-                line, "a request has either hash_ids or token_ids (or prompt_token_ids)"
-            )
+            raise self._broken(line, "a request has either hash_ids or token_ids (or prompt_token_ids)")
         input_length = record.input_length
         if token_ids is not None:
             if input_length is not None and input_length != len(token_ids):
@@ -232,9 +230,7 @@ def find_trace(path: str | Path) -> Path:
     name = BUNDLED_TRACES.get(str(path))
     if name is not None:
         return Path(str(resources.files("kv_pool.replay") / "traces" / name))
-    raise TraceError(
-        f"{path}: no such file; traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}"
-    )
+    raise TraceError(f"{path}: no such file; traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}")
 
 
 @contextmanager
@@ -244,10 +240,10 @@ def _decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     raw.seek(0)
     if magic[:2] == b"\x1f\x8b":
         with gzip.open(raw) as lines:
-            yield io.BufferedReader(lines, 1 << 20)  # type: ignore[type-var]
+            yield io.BufferedReader(lines, 1 << 20)
     elif magic == b"\xfd7zXZ\x00":
         with lzma.open(raw) as lines:
-            yield io.BufferedReader(lines, 1 << 20)  # type: ignore[type-var]
+            yield io.BufferedReader(lines, 1 << 20)
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
         try:
             import zstandard

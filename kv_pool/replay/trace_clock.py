@@ -57,9 +57,7 @@ class TraceClock:
         self._sequence = 0
         self._block_ms = 0.0
 
-    def run(
-        self, requests: Iterable[ReplayRequest], on_request: Callable[[Tally], None]
-    ) -> ReplayReport:
+    def run(self, requests: Iterable[ReplayRequest], on_request: Callable[[Tally], None]) -> ReplayReport:
         """Replay all requests to their end."""
         arrivals = self._arrive(requests)
         coming = next(arrivals, None)
@@ -119,9 +117,7 @@ class TraceClock:
         """At `due_ms` the request has generated `num_tokens` more (0: its prompt is computed)."""
         self._sequence += 1
         admission = self._admissions[request.request_id]
-        heapq.heappush(
-            self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens)
-        )
+        heapq.heappush(self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens))
 
     def _step(self, request: ReplayRequest, num_tokens: int) -> None:
         """The request has computed its prompt or generated `num_tokens`: end it, or let it go on."""

@@ -46,7 +46,7 @@ def test_unknown_attributes_are_refused():
 
 def test_blocks_compare_by_identity_and_are_hashable():
     one, twin = KVCacheBlock(1), KVCacheBlock(1)
-    assert one == one  # noqa: PLR0124
+    assert one == one
     assert one != twin
     assert len({one, twin}) == 2
 

@@ -246,7 +246,7 @@ def test_a_double_free_changes_nothing_wherever_it_stands(position):
     pool = make_pool("free: 4 5* | in use: 1*x2 2 3")
     listed = blocks(pool, 1, 2)
     listed.insert(position, pool.blocks[5])
-    with pytest.raises(InvalidBlockError, match="block 5 is free; .* Was it freed twice?"):
+    with pytest.raises(InvalidBlockError, match=r"block 5 is free; .* Was it freed twice\?"):
         pool.free_blocks(listed)
     assert state(pool) == "free: 4 5* | in use: 1*x2 2 3"
     invariants.check(pool)
@@ -434,9 +434,7 @@ def test_an_event_says_what_besides_tokens_went_into_the_hashes():
     request = make_request(
         [hash_of(1), hash_of(2)],
         lora_request=SimpleNamespace(adapter_id=7, name="a", lora_name="a", lora_path="/a"),
-        mm_features=[
-            SimpleNamespace(identifier="img", mm_position=SimpleNamespace(offset=2, length=4))
-        ],
+        mm_features=[SimpleNamespace(identifier="img", mm_position=SimpleNamespace(offset=2, length=4))],
         cache_salt="salt",
         session_id="s",
     )

@@ -21,10 +21,164 @@ class Side:
     """One implementation: a pool, a neighbour pool, and what requests hold."""
 
     def __init__(self, pool_class, num_blocks, caching, events):
-        make = lambda n: pool_class(n, caching, HASH_BLOCK_SIZE, enable_kv_cache_events=events)  # noqa: E731
-        self.pool = make(num_blocks)
-        self.neighbour = make(8)
+        self.pool = pool_class(num_blocks, caching, HASH_BLOCK_SIZE, enable_kv_cache_events=events)
+        self.neighbour = pool_class(8, caching, HASH_BLOCK_SIZE, enable_kv_cache_events=events)
         self.held = {}
+
+    def look_up(self, block_hash, group):
+        return ids(self.pool.get_cached_block(block_hash, [group]))
+
+    def start(self, request, hits, num_new_blocks, group, with_null):
+        found = [self.pool.get_cached_block(block_hash, [group])[0] for block_hash in hits]
+        self.pool.touch([self.pool.null_block, *found] if with_null else found)
+        try:
+            new = self.pool.get_new_blocks(num_new_blocks)
+        except ValueError:
+            self.pool.free_blocks(reversed(found))
+            return "full"
+        self.held[request.request_id] = found + new
+        return ids(new)
+
+    def cache(self, request, first, end, size, group, mask):
+        table = self.held[request.request_id]
+        return self.pool.cache_full_blocks(request, table, first, end, size, group, mask)
+
+    def free(self, request, with_null, with_strangers):
+        blocks = self.held.pop(request.request_id)[::-1]
+        if with_null:
+            blocks.insert(len(blocks) // 2, self.pool.null_block)
+        if with_strangers:
+            blocks[1:1] = self.neighbour.get_new_blocks(2)
+        return self.pool.free_blocks(iter(blocks))
+
+    def hold_for_a_moment(self, request, count):
+        some = self.held[request.request_id][:count]
+        self.pool.touch(tuple(some) * 2)
+        self.pool.free_blocks(some)
+        self.pool.free_blocks(some)
+
+    def evict(self, block_ids):
+        return self.pool.evict_blocks(block_ids)
+
+    def evict_one(self, block_id):
+        return self.pool._maybe_evict_cached_block(self.pool.blocks[block_id])
+
+    def reset(self):
+        return self.pool.reset_prefix_cache()
+
+    def take_events(self):
+        return [msgspec.msgpack.encode(event) for event in self.pool.take_events()]
+
+    def picture(self):
+        """Everything observable, in comparable form."""
+        pool = self.pool
+        return {
+            "queue": ids(pool.free_block_queue.get_all_free_blocks()),
+            "neighbour": ids(self.neighbour.free_block_queue.get_all_free_blocks()),
+            "blocks": [
+                (block.ref_cnt, block.block_hash, block.block_hash_num_tokens, block.is_null)
+                for block in pool.blocks[1:]
+            ],
+            "map": {
+                key: ["dict", *entry] if isinstance(entry, dict) else entry.block_id
+                for key, entry in pool.cached_block_hash_to_block._cache.items()
+            },
+            "keys": len(pool.cached_block_hash_to_block),
+            "free": pool.get_num_free_blocks(),
+            "usage": pool.get_usage(),
+            "held": {name: ids(blocks) for name, blocks in self.held.items()},
+        }
+
+
+class Schedule:
+    """A random schedule that makes every call on both sides and compares after each."""
+
+    def __init__(self, seed):
+        from vllm.v1.core.block_pool import BlockPool as TheirPool
+
+        self.rng = rng = random.Random(seed)
+        self.caching = rng.random() < 0.85
+        events = rng.random() < 0.7
+        self.num_blocks = rng.randrange(2, 40)
+        self.sides = [
+            Side(pool_class, self.num_blocks, self.caching, events)
+            for pool_class in (TheirPool, kv_pool.BlockPool)
+        ]
+        self.running = {}  # request, block size, group, blocks cached so far
+        self.num_started = 0
+
+    def both(self, call, *arguments):
+        theirs, ours = [getattr(side, call)(*arguments) for side in self.sides]
+        assert theirs == ours, call
+        return theirs
+
+    def run(self):
+        steps = {
+            self.start: 25,
+            self.cache: 25,
+            self.free: 25,
+            self.hold: 5,
+            self.evict: 8,
+            self.evict_one: 4,
+            self.reset: 3,
+            self.take_events: 5,
+        }
+        for step in self.rng.choices(list(steps), list(steps.values()), k=NUM_STEPS):
+            if self.running or step not in (self.cache, self.free, self.hold):
+                step()
+            self.both("picture")
+        self.take_events()
+
+    def start(self):
+        rng = self.rng
+        self.num_started += 1
+        request = make_request(rng, self.num_started)
+        scale, group = rng.choice([1, 1, 2]), rng.choice([0, 0, 1])
+        hits = []
+        for block_hash in request.block_hashes[scale - 1 :: scale]:
+            if self.both("look_up", block_hash, group) is None:
+                break
+            hits.append(block_hash)
+        size = HASH_BLOCK_SIZE * scale
+        num_new = -(-request.num_tokens // size) - len(hits)
+        if self.both("start", request, hits, num_new, group, rng.random() < 0.2) != "full":
+            self.running[request.request_id] = [request, size, group, len(hits)]
+
+    def cache(self):
+        rng = self.rng
+        entry = rng.choice(list(self.running.values()))
+        request, size, group, first = entry
+        end = rng.randrange(first, request.num_tokens // size + 1)
+        table = self.sides[0].held[request.request_id]
+        if not self.caching and any(block.block_hash for block in table[first:end]):
+            return  # with caching off a reused block keeps its hash, and vLLM asserts half-way
+        mask = [rng.random() < 0.7 for _ in range(end - first)] if rng.random() < 0.2 else None
+        self.both("cache", request, first, end, size, group, mask)
+        entry[3] = end
+
+    def free(self):
+        request, *_ = self.running.pop(self.rng.choice(list(self.running)))
+        self.both("free", request, self.rng.random() < 0.3, self.rng.random() < 0.3)
+
+    def hold(self):
+        request, *_ = self.rng.choice(list(self.running.values()))
+        self.both("hold_for_a_moment", request, self.rng.randrange(1, 4))
+
+    def evict(self):
+        self.both("evict", {self.rng.randrange(1, self.num_blocks) for _ in range(3)})
+
+    def evict_one(self):
+        self.both("evict_one", self.rng.randrange(1, self.num_blocks))
+
+    def reset(self):
+        self.both("reset")
+
+    def take_events(self):
+        self.both("take_events")
+
+
+def ids(blocks):
+    return None if blocks is None else [block.block_id for block in blocks]
 
 
 def make_request(rng, number):
@@ -33,9 +187,7 @@ def make_request(rng, number):
     tokens = [prefix * 1000 + i for i in range(num_tokens)]
     fork = rng.randrange(num_tokens + 1)
     tokens[fork:] = [token + 100_000 * number for token in tokens[fork:]]
-    lora = rng.choice(
-        [None, None, SimpleNamespace(adapter_id=3, name="a", lora_name="a", lora_path="/p")]
-    )
+    lora = rng.choice([None, None, SimpleNamespace(adapter_id=3, name="a", lora_name="a", lora_path="/p")])
     features = None
     if rng.random() < 0.3:
         features = [
@@ -43,11 +195,11 @@ def make_request(rng, number):
             SimpleNamespace(identifier="img1", mm_position=SimpleNamespace(offset=9, length=20)),
         ]
     hashes = []
+    hasher = kv_pool.BlockHasher("sha256", block_size=HASH_BLOCK_SIZE)
     parent = b"root" + (b"lora" if lora else b"") + (b"mm" if features else b"")
     for end in range(HASH_BLOCK_SIZE, num_tokens + 1, HASH_BLOCK_SIZE):
-        parent = kv_pool.BlockHasher("sha256", block_size=HASH_BLOCK_SIZE).hash_blocks(
-            tokens[end - HASH_BLOCK_SIZE : end], (parent * 8)[:32]
-        )[0]
+        tail = tokens[end - HASH_BLOCK_SIZE : end]
+        (parent,) = hasher.hash_blocks(tail, (parent * 8)[:32])
         hashes.append(parent)
     return SimpleNamespace(
         request_id=str(number),
@@ -62,135 +214,6 @@ def make_request(rng, number):
     )
 
 
-def picture(side):
-    """Everything observable about a side, in comparable form."""
-    pool = side.pool
-    cache = {
-        key: [entry.block_id] if not isinstance(entry, dict) else ["dict", *entry]
-        for key, entry in pool.cached_block_hash_to_block._cache.items()
-    }
-    return {
-        "queue": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
-        "neighbour": [block.block_id for block in side.neighbour.free_block_queue.get_all_free_blocks()],
-        "blocks": [
-            (block.ref_cnt, block.block_hash, block.block_hash_num_tokens, block.is_null)
-            for block in pool.blocks[1:]
-        ],
-        "map": cache,
-        "map length": len(pool.cached_block_hash_to_block),
-        "free": pool.get_num_free_blocks(),
-        "usage": pool.get_usage(),
-        "held": {
-            number: [block.block_id for block in blocks] for number, blocks in side.held.items()
-        },
-    }
-
-
-def ids(blocks):
-    return None if blocks is None else [block.block_id for block in blocks]
-
-
 @pytest.mark.parametrize("seed", range(300))
 def test_random_calls_agree_with_vllm(seed):
-    from vllm.v1.core.block_pool import BlockPool as TheirPool
-
-    rng = random.Random(seed)
-    caching, events = rng.random() < 0.85, rng.random() < 0.7
-    num_blocks = rng.randrange(2, 40)
-    sides = [
-        Side(pool_class, num_blocks, caching, events) for pool_class in (TheirPool, kv_pool.BlockPool)
-    ]
-    requests = {}
-    cached_upto = {}
-
-    def both(call):
-        answers = [call(side) for side in sides]
-        assert answers[0] == answers[1]
-        return answers[0]
-
-    for step in range(NUM_STEPS):
-        roll = rng.random()
-        if roll < 0.25:  # a new request, its cached prefix touched first
-            request = make_request(rng, step)
-            scale = rng.choice([1, 1, 2])
-            size = HASH_BLOCK_SIZE * scale
-            hits = [0]
-            group = rng.choice([0, 0, 1])
-            for block_hash in request.block_hashes[scale - 1 :: scale]:
-                if both(lambda s, h=block_hash: ids(s.pool.get_cached_block(h, [group]))) is None:
-                    break
-                hits[0] += 1
-            needed = -(-request.num_tokens // size) - hits[0]
-
-            def start(side):
-                found = [
-                    side.pool.get_cached_block(h, [group])[0]
-                    for h in request.block_hashes[scale - 1 :: scale][: hits[0]]
-                ]
-                side.pool.touch(found if rng_null < 0.8 else [side.pool.null_block, *found])
-                try:
-                    new = side.pool.get_new_blocks(needed)
-                except ValueError:
-                    side.pool.free_blocks(reversed(found))
-                    return "full"
-                side.held[request.request_id] = found + new
-                return ids(new)
-
-            rng_null = rng.random()
-            if both(start) != "full":
-                requests[request.request_id] = (request, size, group)
-                cached_upto[request.request_id] = hits[0]
-        elif roll < 0.5 and requests:  # cache some more full blocks
-            number = rng.choice(list(requests))
-            request, size, group = requests[number]
-            first = cached_upto[number]
-            end = rng.randrange(first, request.num_tokens // size + 1)
-            if not caching and any(block.block_hash for block in sides[0].held[number][first:end]):
-                continue  # with caching off a reused block keeps its hash, and vLLM asserts half-way
-            mask = None
-            if rng.random() < 0.2:
-                mask = [rng.random() < 0.7 for _ in range(end - first)]
-
-            def cache(side):
-                return side.pool.cache_full_blocks(
-                    request, side.held[number], first, end, size, group, mask
-                )
-
-            both(cache)
-            cached_upto[number] = end
-        elif roll < 0.75 and requests:  # free one, with strangers in the list
-            number = rng.choice(list(requests))
-            stranger, null = rng.random() < 0.3, rng.random() < 0.3
-
-            def free(side):
-                blocks = list(reversed(side.held.pop(number)))
-                if null:
-                    blocks.insert(len(blocks) // 2, side.pool.null_block)
-                if stranger:
-                    blocks[1:1] = side.neighbour.get_new_blocks(2)
-                side.pool.free_blocks(iter(blocks))
-
-            both(free)
-            del requests[number], cached_upto[number]
-        elif roll < 0.80 and requests:  # another holder of a prefix, for a moment
-            number = rng.choice(list(requests))
-            count = rng.randrange(1, 4)
-
-            def hold(side):
-                side.pool.touch(tuple(side.held[number][:count]) * 2)
-                side.pool.free_blocks(side.held[number][:count])
-                side.pool.free_blocks(side.held[number][:count])
-
-            both(hold)
-        elif roll < 0.88:
-            chosen = {rng.randrange(1, num_blocks) for _ in range(3)}
-            both(lambda side: side.pool.evict_blocks(chosen))
-        elif roll < 0.91:
-            both(lambda side: side.pool.reset_prefix_cache())
-        elif roll < 0.95:
-            block_id = rng.randrange(1, num_blocks)
-            both(lambda side: side.pool._maybe_evict_cached_block(side.pool.blocks[block_id]))
-        else:
-            both(lambda side: [msgspec.msgpack.encode(event) for event in side.pool.take_events()])
-        both(picture)
-    both(lambda side: [msgspec.msgpack.encode(event) for event in side.pool.take_events()])
+    Schedule(seed).run()

@@ -1,6 +1,6 @@
 """The recipe of vllm_block_hashes.json: run this where vLLM 0.33.0 imports.
 
-    python tests/core/data/make_vllm_block_hashes.py > tests/core/data/vllm_block_hashes.json
+python tests/core/data/make_vllm_block_hashes.py > tests/core/data/vllm_block_hashes.json
 """
 
 import json
@@ -45,9 +45,7 @@ def hash_with_vllm(case):
         cache_salt=case.get("cache_salt"),
         prompt_embeds=None,
         lora_request=lora
-        and SimpleNamespace(
-            adapter_id=lora["adapter_id"], lora_name=lora["name"], lora_path=lora["path"]
-        ),
+        and SimpleNamespace(adapter_id=lora["adapter_id"], lora_name=lora["name"], lora_path=lora["path"]),
         mm_features=[
             SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
             for name, offset, length in case.get("mm_features", [])

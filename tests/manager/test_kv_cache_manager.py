@@ -1,0 +1,304 @@
+import random
+
+import pytest
+from drawing import ids, state
+
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVCacheManager,
+    Request,
+)
+from kv_pool.core import invariants
+
+HASHER = BlockHasher("sha256", "s", 4)
+
+
+def make_manager(num_blocks=8, **options):
+    return KVCacheManager(BlockPool(num_blocks + 1, options.pop("caching", True), 4, **options))
+
+
+def make_request(name, tokens):
+    return Request(name, tokens, HASHER)
+
+
+def start(manager, request):
+    """Look up and allocate, as a scheduler does with a new request."""
+    prefix = manager.get_computed_blocks(request)
+    blocks = manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+    if blocks is not None:
+        request.num_computed_tokens = request.num_tokens
+    return prefix.num_tokens, blocks
+
+
+def test_a_prompt_gets_blocks_and_its_full_ones_are_cached():
+    manager = make_manager()
+    _, blocks = start(manager, make_request("a", range(10)))
+    assert ids(blocks) == manager.get_block_ids("a") == [1, 2, 3]
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+    assert manager.usage == pytest.approx(3 / 8)
+
+
+def test_a_second_request_shares_the_prefix():
+    manager = make_manager()
+    start(manager, make_request("a", range(10)))
+    hit, blocks = start(manager, make_request("b", [*range(8), 90, 91]))
+    assert hit == 8
+    assert ids(blocks) == [4]
+    assert manager.get_block_ids("b") == [1, 2, 4]
+    assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
+
+
+def test_looking_up_changes_nothing():
+    manager = make_manager()
+    first = make_request("a", range(8))
+    start(manager, first)
+    manager.free(first)
+    before = state(manager.block_pool)
+    assert manager.get_computed_blocks(make_request("b", range(9))).num_tokens == 8
+    assert state(manager.block_pool) == before
+
+
+def test_the_last_token_of_a_fully_cached_prompt_is_computed_anew():
+    manager = make_manager()
+    start(manager, make_request("a", range(8)))
+    twin = make_request("b", range(8))
+    assert manager.get_computed_blocks(twin).num_tokens == 4
+    assert manager.get_computed_blocks(twin, max_num_tokens=8).num_tokens == 8
+    start(manager, twin)
+    assert manager.get_block_ids("b") == [1, 3]
+    assert manager.block_pool.blocks[3].block_hash == manager.block_pool.blocks[2].block_hash
+    invariants.check(manager.block_pool)
+
+
+def test_a_freed_request_leaves_its_prefix_and_loses_its_tail_first():
+    manager = make_manager(4)
+    first = make_request("a", range(10))
+    start(manager, first)
+    manager.free(first)
+    assert state(manager.block_pool) == "free: 3 4 2* 1*"
+    hit, _ = start(manager, make_request("b", range(10)))
+    assert hit == 8
+
+
+def test_generated_tokens_take_a_block_when_they_need_one():
+    manager = make_manager()
+    request = make_request("a", range(6))
+    start(manager, request)
+    taken = []
+    for token in range(100, 107):
+        request.append_output_token_ids([token])
+        taken.append(ids(manager.allocate_slots(request, 1)))
+        request.num_computed_tokens += 1
+    assert taken == [[], [], [3], [], [], [], [4]]
+    assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1* 2* 3* 4"
+
+
+def test_lookahead_slots_are_not_cached():
+    manager = make_manager()
+    request = make_request("a", range(6))
+    assert ids(manager.allocate_slots(request, 6 + 6)) == [1, 2, 3]
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
+
+
+def test_what_does_not_fit_is_answered_with_none_and_changes_nothing():
+    manager = make_manager(4)
+    start(manager, make_request("a", range(8)))
+    before = state(manager.block_pool)
+    assert start(manager, make_request("b", range(50, 64)))[1] is None
+    assert state(manager.block_pool) == before
+    with pytest.raises(InvalidArgumentError, match="request 'b' has no blocks"):
+        manager.get_block_ids("b")
+
+
+def test_free_hits_count_as_needed():
+    """Four blocks, two of them free hits: a prompt of five blocks does not fit, although 2 + 3 are "free"."""
+    manager = make_manager(4)
+    first = make_request("a", range(8))
+    start(manager, first)
+    manager.free(first)
+    before = state(manager.block_pool)
+    assert start(manager, make_request("b", [*range(8), *range(50, 62)])) == (8, None)
+    assert state(manager.block_pool) == before
+    hit, blocks = start(manager, make_request("c", [*range(8), *range(50, 58)]))
+    assert (hit, len(blocks)) == (8, 2)
+
+
+def test_hits_are_not_handed_out_to_the_same_request():
+    manager = make_manager(3)
+    first = make_request("a", range(8))
+    start(manager, first)
+    manager.free(first)
+    hit, blocks = start(manager, make_request("b", [*range(8), 1, 2, 3, 4]))
+    assert hit == 8
+    assert manager.get_block_ids("b") == [1, 2, 3]
+    assert ids(blocks) == [3]
+
+
+def test_delayed_blocks_are_found_once_they_are_cached():
+    manager = make_manager()
+    request = make_request("a", range(10))
+    manager.allocate_slots(request, 10, delay_cache_blocks=True)
+    assert manager.get_computed_blocks(make_request("b", range(10))).num_tokens == 0
+    manager.cache_blocks(request, 5)
+    assert manager.get_computed_blocks(make_request("b", range(10))).num_tokens == 4
+    manager.cache_blocks(request, 10)
+    manager.cache_blocks(request, 10)
+    assert manager.get_computed_blocks(make_request("b", range(10))).num_tokens == 8
+
+
+def test_caching_more_than_there_are_slots_for_is_refused():
+    manager = make_manager()
+    request = make_request("a", range(12))
+    manager.allocate_slots(request, 4, delay_cache_blocks=True)
+    with pytest.raises(InvalidArgumentError, match="has slots for 4 tokens, not 8"):
+        manager.cache_blocks(request, 8)
+    assert state(manager.block_pool) == "free: 2 3 4 5 6 7 8 | in use: 1"
+
+
+def test_without_caching_nothing_is_found():
+    manager = make_manager(caching=False)
+    start(manager, make_request("a", range(8)))
+    assert manager.get_computed_blocks(make_request("b", range(8))).blocks == []
+    assert state(manager.block_pool) == "free: 3 4 5 6 7 8 | in use: 1 2"
+
+
+def test_blocks_may_be_coarser_than_hashes():
+    manager = KVCacheManager(BlockPool(9, True, 4), block_size=8)
+    start(manager, make_request("a", range(20)))
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+    assert manager.get_computed_blocks(make_request("b", range(20))).num_tokens == 16
+    assert manager.get_computed_blocks(make_request("c", [*range(12), 99])).num_tokens == 8
+    with pytest.raises(InvalidArgumentError, match="block_size 6 is not a multiple"):
+        KVCacheManager(BlockPool(9, True, 4), block_size=6)
+
+
+def test_freeing_twice_is_noticed():
+    manager = make_manager()
+    request = make_request("a", range(4))
+    start(manager, request)
+    manager.free(request)
+    with pytest.raises(InvalidArgumentError, match="request 'a' has no blocks: never allocated, or freed"):
+        manager.free(request)
+    assert manager.block_pool.get_num_free_blocks() == 8
+
+
+def test_a_stale_prefix_is_noticed_and_changes_nothing():
+    manager = make_manager(3)
+    first = make_request("a", range(8))
+    start(manager, first)
+    manager.free(first)
+    late = make_request("b", range(9))
+    prefix = manager.get_computed_blocks(late)
+    start(manager, make_request("c", range(50, 58)))
+    before = state(manager.block_pool)
+    with pytest.raises(InvalidBlockError, match="has been given to somebody else since"):
+        manager.allocate_slots(late, 1, prefix)
+    assert state(manager.block_pool) == before
+
+
+def test_a_prefix_survives_the_eviction_of_other_blocks():
+    manager = make_manager(4)
+    for name, tokens in (("a", range(8)), ("x", range(50, 54))):
+        request = make_request(name, tokens)
+        start(manager, request)
+        manager.free(request)
+    late = make_request("b", range(9))
+    prefix = manager.get_computed_blocks(late)
+    manager.block_pool.evict_blocks({3})
+    assert ids(manager.allocate_slots(late, 1, prefix)) == [4]
+
+
+def test_a_prefix_of_another_request_is_refused():
+    manager = make_manager()
+    start(manager, make_request("a", range(8)))
+    prefix = manager.get_computed_blocks(make_request("b", range(9)))
+    with pytest.raises(InvalidArgumentError, match="was found for request 'b', not 'c'"):
+        manager.allocate_slots(make_request("c", range(9)), 1, prefix)
+
+
+def test_a_prefix_goes_in_front_of_all_blocks():
+    manager = make_manager()
+    start(manager, make_request("a", range(8)))
+    running = make_request("b", range(9))
+    prefix = manager.get_computed_blocks(running)
+    start(manager, running)
+    with pytest.raises(InvalidArgumentError, match="has blocks already"):
+        manager.allocate_slots(running, 1, prefix)
+
+
+def test_a_negative_number_of_tokens_is_refused():
+    manager = make_manager()
+    with pytest.raises(InvalidArgumentError, match="num_new_tokens is -1"):
+        manager.allocate_slots(make_request("a", range(4)), -1)
+
+
+def test_hashes_of_another_block_size_are_noticed_and_change_nothing():
+    manager = make_manager()
+    request = Request("a", range(16), BlockHasher(block_size=8))
+    with pytest.raises(InvalidArgumentError, match="has hashes for 2 blocks of 4 tokens; 4 are full"):
+        manager.allocate_slots(request, 16)
+    assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
+
+
+def test_a_reset_waits_for_running_requests():
+    manager = make_manager(enable_kv_cache_events=True)
+    request = make_request("a", range(8))
+    start(manager, request)
+    assert not manager.reset_prefix_cache()
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    assert manager.get_computed_blocks(make_request("b", range(8))).blocks == []
+    stored, cleared = manager.take_events()
+    assert stored.kv_cache_spec_kind == "full_attention"
+    assert type(cleared).__name__ == "AllBlocksCleared"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_requests_keep_their_tables_and_hit_what_a_slow_model_hits(seed):
+    """The model knows which hashes are cached by scanning blocks; tables only ever grow at their end."""
+    rng = random.Random(seed)
+    manager = make_manager(rng.randrange(3, 20))
+    pool = manager.block_pool
+    running, tables = {}, {}
+    for step in range(150):
+        roll = rng.random()
+        if roll < 0.4:
+            length = rng.randrange(1, 30)
+            fork = rng.randrange(length + 1)
+            request = make_request(
+                str(step), [*range(fork), *(1000 + step + i for i in range(length - fork))]
+            )
+            cached = {block.block_hash for block in pool.blocks if block.block_hash}
+            expected = 0
+            for block_hash in request.block_hashes[: (length - 1) // 4]:
+                if block_hash + b"\0\0\0\0" not in cached:
+                    break
+                expected += 4
+            hit, blocks = start(manager, request)
+            assert hit == expected
+            if blocks is not None:
+                running[request.request_id] = request
+                tables[request.request_id] = manager.get_block_ids(request.request_id)
+                assert len(tables[request.request_id]) == -(-length // 4)
+        elif roll < 0.8 and running:
+            request = rng.choice(list(running.values()))
+            request.append_output_token_ids([rng.randrange(50)])
+            if manager.allocate_slots(request, 1) is None:
+                manager.free(running.pop(request.request_id))
+                continue
+            request.num_computed_tokens += 1
+            table = manager.get_block_ids(request.request_id)
+            before = tables[request.request_id]
+            assert table[: len(before)] == before
+            assert len(table) == -(-request.num_tokens // 4)
+            tables[request.request_id] = table
+        elif running:
+            manager.free(running.pop(rng.choice(list(running))))
+        invariants.check(pool)
+        held = [block_id for name in running for block_id in manager.get_block_ids(name)]
+        assert [block.ref_cnt for block in pool.blocks[1:]] == [
+            held.count(block.block_id) for block in pool.blocks[1:]
+        ]

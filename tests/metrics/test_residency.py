@@ -1,0 +1,104 @@
+import random
+import time
+
+import pytest
+
+from kv_pool import BlockPool, InvalidArgumentError, KVCacheBlock, KVCacheMetricsCollector
+from kv_pool.metrics.residency import KVCacheEvictionEvent
+
+
+class Clock:
+    """Stands in for `time.monotonic_ns`, which is looked up at each call."""
+
+    def __init__(self, monkeypatch):
+        self.now_ns = 1_000
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
+
+    def advance(self, seconds):
+        self.now_ns += int(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_a_sample_tells_lifetime_idle_time_and_gaps(clock):
+    collector = KVCacheMetricsCollector(1.0)
+    block = KVCacheBlock(1)
+    collector.on_block_allocated(block)
+    for seconds in (1, 2, 3):
+        clock.advance(seconds)
+        collector.on_block_accessed(block)
+    clock.advance(4)
+    collector.on_block_evicted(block)
+    assert collector.drain_events() == [KVCacheEvictionEvent(10.0, 4.0, (2.0, 3.0))]
+    assert collector.drain_events() == []
+
+
+def test_only_the_last_three_gaps_are_kept(clock):
+    collector = KVCacheMetricsCollector(1.0)
+    block = KVCacheBlock(1)
+    collector.on_block_allocated(block)
+    for seconds in (1, 2, 3, 4, 5):
+        clock.advance(seconds)
+        collector.on_block_accessed(block)
+    collector.on_block_evicted(block)
+    assert collector.drain_events()[0].reuse_gaps_seconds == (3.0, 4.0, 5.0)
+
+
+def test_a_block_that_was_never_hit_is_idle_all_its_life(clock):
+    collector = KVCacheMetricsCollector(1.0)
+    collector.on_block_allocated(KVCacheBlock(1))
+    clock.advance(7)
+    collector.on_block_evicted(KVCacheBlock(1))
+    assert collector.drain_events() == [KVCacheEvictionEvent(7.0, 7.0, ())]
+
+
+def test_blocks_that_are_not_followed_leave_no_trace():
+    collector = KVCacheMetricsCollector(1.0)
+    collector.on_block_accessed(KVCacheBlock(1))
+    collector.on_block_evicted(KVCacheBlock(1))
+    assert collector.block_metrics == {}
+    assert collector.drain_events() == []
+
+
+def test_the_sample_rate_is_the_share_that_is_followed():
+    random.seed(0)
+    collector = KVCacheMetricsCollector(0.25)
+    for block_id in range(4000):
+        collector.on_block_allocated(KVCacheBlock(block_id))
+    assert 900 < len(collector.block_metrics) < 1100
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, 1.1])
+def test_a_rate_that_is_no_share_is_refused(rate):
+    with pytest.raises(InvalidArgumentError, match=f"sample_rate is {rate}"):
+        KVCacheMetricsCollector(rate)
+    with pytest.raises(AssertionError):
+        KVCacheMetricsCollector(rate)
+
+
+def test_a_reset_drops_undrained_samples_too(clock):
+    collector = KVCacheMetricsCollector(1.0)
+    collector.on_block_allocated(KVCacheBlock(1))
+    collector.on_block_evicted(KVCacheBlock(1))
+    collector.on_block_allocated(KVCacheBlock(2))
+    collector.reset()
+    assert collector.block_metrics == {}
+    assert collector.drain_events() == []
+
+
+def test_a_pool_tells_its_collector_of_every_stay(clock):
+    collector = KVCacheMetricsCollector(1.0)
+    pool = BlockPool(2, True, 4, metrics_collector=collector)
+    (block,) = pool.get_new_blocks(1)
+    clock.advance(1)
+    pool.touch([block])
+    clock.advance(2)
+    pool.touch([block])
+    pool.free_blocks([block] * 3)
+    clock.advance(3)
+    pool.get_new_blocks(1)
+    assert collector.drain_events() == [KVCacheEvictionEvent(6.0, 3.0, (2.0,))]
+    assert list(collector.block_metrics) == [1]

@@ -1,0 +1,62 @@
+"""What the documents show is what happens: doctests, examples, README commands."""
+
+import doctest
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SHOWN = [
+    "kv_pool.core.block_hash",
+    "kv_pool.core.block_pool",
+    "kv_pool.manager.kv_cache_manager",
+    "kv_pool.manager.request",
+]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_docstring_examples_run(name):
+    module = import_module(name)
+    finder = doctest.DocTestParser()
+    runner = doctest.DocTestRunner()
+    tried = 0
+    for shown in vars(module).values():
+        # Compiled classes have no source to inspect, so the docstrings are parsed as they are.
+        if isinstance(shown, type) and shown.__module__ == name and shown.__doc__:
+            test = finder.get_doctest(shown.__doc__, {}, shown.__name__, name, 0)
+            tried += runner.run(test).attempted
+    assert tried > 0
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_print_what_they_say(path):
+    """An example ends with its own output as a comment, after `# prints:`."""
+    told = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    _, _, expected = path.read_text().partition("\n# prints:\n")
+    assert expected
+    lines = [line.removeprefix("#").removeprefix(" ") for line in expected.strip().splitlines()]
+    assert told.stdout.strip().splitlines() == lines
+
+
+def test_the_readme_shows_the_output_of_its_first_example():
+    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for document in (ROOT / "README.md", ROOT / "kv_pool" / "README.md", ROOT / "benchmarks" / "README.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if not target.startswith("http"):
+                assert (document.parent / target).exists(), f"{document.name}: {target}"

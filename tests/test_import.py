@@ -1,0 +1,15 @@
+"""`import kv_pool` stays light. How long it takes is measured in benchmarks/bench_block_pool.py."""
+
+import subprocess
+import sys
+
+HEAVY = ("torch", "zmq", "matplotlib", "numpy", "cbor2", "typer", "rich", "zstandard", "asyncio")
+
+
+def test_importing_kv_pool_pulls_in_nothing_heavy():
+    code = (
+        "import sys; before = set(sys.modules); import kv_pool; "
+        f"print(sorted(set({HEAVY!r}) & (set(sys.modules) - before)))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"

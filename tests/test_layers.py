@@ -1,0 +1,101 @@
+"""Imports point down only. The layers are those of kv_pool/README.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "kv_pool"
+
+LAYERS = {
+    "ids": 0,
+    "errors": 0,
+    "version": 0,
+    "core": 1,
+    "contiguous": 2,
+    "events": 2,
+    "storage": 2,
+    "metrics": 2,
+    "manager": 3,
+    "migration": 3,
+    "protocol": 4,
+    "adapter": 4,
+    "replay": 4,
+    "control": 4,
+    "cli": 5,
+    "integrations": 5,
+}
+FORBIDDEN_NAMES = {"utils", "common", "helpers", "base"}
+KEPT_OUT_OF_CORE = {"torch", "zmq", "time", "io", "pathlib"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path):
+    """The layer's name a file belongs to: `core/block.py` is core, `errors.py` is errors."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_by(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def find_arrows(path):
+    """The parts of kv_pool that a file imports from."""
+    for name in imported_by(path):
+        parts = name.split(".")
+        assert name != "kv_pool", f"{path}: import the module that has it, not the whole package"
+        if parts[0] == "kv_pool" and parts[1] in LAYERS:
+            yield parts[1]
+
+
+def is_allowed(source, target):
+    """Down is allowed, and inside one part; between siblings of one layer not, but for ids and errors."""
+    return source == target or LAYERS[target] < LAYERS[source]
+
+
+def test_the_package_is_where_this_test_looks():
+    assert len(FILES) > 20
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    source = part_of(path)
+    if source == "__init__":
+        return
+    assert source in LAYERS, f"{source} has no layer: add it here and to the map"
+    wrong = sorted({target for target in find_arrows(path) if not is_allowed(source, target)})
+    assert not wrong, f"{path.relative_to(PACKAGE)} (L{LAYERS[source]}) imports from {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("core", "manager"), ("events", "storage"), ("metrics", "events"), ("replay", "cli"), ("ids", "errors")],
+)
+def test_an_arrow_up_or_across_would_be_noticed(source, target):
+    assert not is_allowed(source, target)
+
+
+def test_no_module_is_named_after_nothing():
+    assert not [path for path in FILES if path.stem in FORBIDDEN_NAMES]
+
+
+def test_the_core_knows_no_tensors_sockets_files_or_clocks():
+    for path in (PACKAGE / "core").glob("*.py"):
+        assert not KEPT_OUT_OF_CORE & {name.split(".")[0] for name in imported_by(path)}, path
+
+
+def test_the_map_names_every_file():
+    drawn = (PACKAGE / "README.md").read_text()
+    missing = [
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if path.name != "__init__.py" and f"`{path.name}`" not in drawn
+    ]
+    assert not missing
