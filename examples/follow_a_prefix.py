@@ -48,9 +48,9 @@ manager.allocate_slots(carol, carol.num_tokens)
 draw("carol: 32 tokens evict nothing shared")
 
 # prints:
-# a new pool                         free: 1 2 3 4 5 6 7 8 9 10        in use:
-# alice: 13 tokens take 4 blocks     free: 5 6 7 8 9 10                in use: 1* 2* 3* 4
-# bob: hits 8 tokens, takes 1 block  free: 6 7 8 9 10                  in use: 1*x2 2*x2 3* 4 5
-# alice ends, her tail goes first    free: 4 6 7 8 9 10 3*             in use: 1* 2* 5
-# bob ends, the prompt is kept last  free: 5 4 6 7 8 9 10 3* 2* 1*     in use:
-# carol: 32 tokens evict nothing shared free: 2* 1*                       in use: 3* 4* 5* 6* 7* 8* 9* 10*
+# a new pool                            free: 1 2 3 4 5 6 7 8 9 10     in use:
+# alice: 13 tokens take 4 blocks        free: 5 6 7 8 9 10             in use: 1* 2* 3* 4
+# bob: hits 8 tokens, takes 1 block     free: 6 7 8 9 10               in use: 1*x2 2*x2 3* 4 5
+# alice ends, her tail goes first       free: 4 6 7 8 9 10 3*          in use: 1* 2* 5
+# bob ends, the prompt is kept last     free: 5 4 6 7 8 9 10 3* 2* 1*  in use:
+# carol: 32 tokens evict nothing shared free: 2* 1*                    in use: 3* 4* 5* 6* 7* 8* 9* 10*

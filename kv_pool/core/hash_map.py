@@ -1,5 +1,7 @@
 """`BlockHashToBlockMap`: from a block hash to the blocks that hold that prefix."""
 
+from typing import Any, cast
+
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId
@@ -18,7 +20,9 @@ class BlockHashToBlockMap:
     """
 
     def __init__(self) -> None:
-        self._cache: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        # Values are KVCacheBlock | dict[int, KVCacheBlock]; Any, so that a foreign one that a caller put
+        # there is told apart below, compiled as in plain Python.
+        self._cache: dict[BlockHashWithGroupId, Any] = {}
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that has carried `key` longest, or None. O(1)."""
@@ -26,7 +30,9 @@ class BlockHashToBlockMap:
         if found is None or isinstance(found, KVCacheBlock):
             return found
         if isinstance(found, dict):
-            return next(iter(found.values()), None)
+            for block in found.values():
+                return cast(KVCacheBlock, block)
+            return None
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
     def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
@@ -67,7 +73,7 @@ class BlockHashToBlockMap:
             del self._cache[key]
             return found
         if isinstance(found, dict):
-            block = found.pop(block_id, None)
+            block: KVCacheBlock | None = found.pop(block_id, None)
             if not found:
                 del self._cache[key]
             return block
