@@ -1,6 +1,6 @@
 """`BlockPoolCore`: all of `BlockPool` that compiles. Use `kv_pool.BlockPool`."""
 
-import logging
+import gc
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
@@ -28,9 +28,8 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
-logger = logging.getLogger(__name__)
-
 _MAX_GROUP_ID = 2**32 - 1
+_GROUP_0 = b"\0\0\0\0"
 
 
 def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
@@ -86,8 +85,10 @@ class BlockPoolCore:
         blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         for block in blocks:
             block._owner = self._owner
-        # A tuple of objects without GC header leaves the cyclic GC at its first visit; a list never does.
+        # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
+        # and a young collection now lets that visit happen here instead of while requests are served.
         self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
+        gc.collect(0)
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
@@ -141,7 +142,7 @@ class BlockPoolCore:
                 if block.ref_cnt != 0:
                     self._undo_take(blocks, block)
                 if block._block_hash is not None and caching:
-                    self._evict(block)
+                    _evict(self, block)
                 block.ref_cnt = 1
         else:
             for block in blocks:
@@ -150,7 +151,7 @@ class BlockPoolCore:
                 if caching:
                     observer.on_block_evicted(block)
                     if block._block_hash is not None:
-                        self._evict(block)
+                        _evict(self, block)
                 block.ref_cnt = 1
                 observer.on_block_allocated(block)
         return blocks
@@ -289,9 +290,10 @@ class BlockPoolCore:
         Contract: vLLM 0.33 `BlockPool.get_cached_block`.
         """
         found: list[KVCacheBlock] = []
+        cache = self.cached_block_hash_to_block
         for group_id in kv_cache_group_ids:
-            key = make_block_hash_with_group_id(block_hash, group_id)
-            block = self.cached_block_hash_to_block.get_one_block(key)
+            suffix = _GROUP_0 if group_id == 0 else _group_suffix(group_id)
+            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
             if block is None:
                 return None
             found.append(block)
@@ -409,7 +411,7 @@ class BlockPoolCore:
             if not keep[index]:
                 continue
             if block._block_hash is not None:
-                self._evict(block)
+                _evict(self, block)
             key = BlockHashWithGroupId(hashes[index] + suffix)
             block._block_hash = key
             block._block_hash_num_tokens = num_tokens
@@ -473,26 +475,6 @@ class BlockPoolCore:
             )
         )
 
-    def _evict(self, block: KVCacheBlock) -> bool:
-        """Drop the block's hash; True, an event and a count if the map knew it."""
-        key = block._block_hash
-        if key is None:
-            return False
-        block._block_hash = None
-        block._block_hash_num_tokens = None
-        if self.cached_block_hash_to_block.pop(key, block.block_id) is None:
-            return False
-        self.num_evictions += 1
-        if self.enable_kv_cache_events:
-            self.kv_event_queue.append(
-                BlockRemoved(
-                    block_hashes=[make_external_block_hash(key[:-4])],
-                    medium=self.medium,
-                    group_idx=int.from_bytes(key[-4:], "big"),
-                )
-            )
-        return True
-
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
 
@@ -500,7 +482,7 @@ class BlockPoolCore:
         """
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
-        return self._evict(block)
+        return _evict(self, block)
 
     def evict_blocks(self, block_ids: Collection[int]) -> None:
         """Make these blocks unfindable, free or in use; references and queue places stay as they are.
@@ -531,7 +513,11 @@ class BlockPoolCore:
         """
         num_in_use = self.num_gpu_blocks - 1 - self.free_block_queue.num_free_blocks
         if num_in_use:
-            logger.warning("prefix cache not reset: %d blocks are still in use", num_in_use)
+            import logging
+
+            logging.getLogger(__name__).warning(
+                "prefix cache not reset: %d blocks are still in use", num_in_use
+            )
             return False
         self.num_evictions += len(self.cached_block_hash_to_block)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -564,6 +550,28 @@ class BlockPoolCore:
         events = self.kv_event_queue
         self.kv_event_queue = []
         return events
+
+
+# A function, since a compiled method that subclasses may override is looked up by name at each call.
+def _evict(pool: BlockPoolCore, block: KVCacheBlock) -> bool:
+    """Drop the block's hash; True, an event and a count if the prefix map knew it."""
+    key = block._block_hash
+    if key is None:
+        return False
+    block._block_hash = None
+    block._block_hash_num_tokens = None
+    if pool.cached_block_hash_to_block.pop(key, block.block_id) is None:
+        return False
+    pool.num_evictions += 1
+    if pool.enable_kv_cache_events:
+        pool.kv_event_queue.append(
+            BlockRemoved(
+                block_hashes=[make_external_block_hash(key[:-4])],
+                medium=pool.medium,
+                group_idx=int.from_bytes(key[-4:], "big"),
+            )
+        )
+    return True
 
 
 def _group_by_pool(
