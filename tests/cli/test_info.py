@@ -1,0 +1,18 @@
+"""`kv-pool info`: which kv_pool this is."""
+
+import platform
+
+from cli.kv_pool_command import kv_pool_command
+
+import kv_pool
+
+
+def test_info_says_which_core_runs_and_which_versions(tmp_path):
+    done = kv_pool_command("info", cwd=tmp_path)
+    assert done.returncode == 0
+    cells = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    table = {line[1].strip(): line[2].strip() for line in cells}
+    assert table["core"] == ("compiled (mypyc)" if kv_pool.COMPILED else "plain Python")
+    assert table["kv_pool"] == kv_pool.__version__
+    assert table["Python"].endswith(platform.python_version())
+    assert table["msgspec"][0].isdigit()

@@ -1,0 +1,52 @@
+"""`kv-pool sweep`: a row per capacity, a file, a picture."""
+
+import json
+
+import pytest
+from cli.kv_pool_command import kv_pool_command
+from replay.made_trace import record, write_trace
+
+TRACE = [record(24, [1, 2, 3]), record(32, [4, 5, 6, 7]), record(32, [1, 2, 8, 9])]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_trace(tmp_path / "trace.jsonl", TRACE)
+    return tmp_path
+
+
+def sweep(folder, *options):
+    return kv_pool_command("sweep", "trace.jsonl", "--trace-block-size", "8", *options, cwd=folder)
+
+
+def test_capacities_are_sorted_and_each_has_a_row(folder):
+    done = sweep(folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json")
+    assert done.returncode == 0, done.stderr
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:4]]
+        for line in done.stdout.splitlines()
+        if line.startswith("│")
+    ]
+    assert cells == [
+        ["4", "0.00%", "0.00%"],
+        ["50", "18.18%", "18.18%"],
+        ["1,000", "18.18%", "18.18%"],
+    ]
+    reports = json.loads((folder / "sweep.json").read_text())
+    assert [report["num_blocks"] for report in reports] == [4, 50, 1000]
+    assert [report["tokens_hit"] for report in reports] == [0, 16, 16]
+
+
+def test_the_curve_is_drawn_where_asked(folder):
+    done = sweep(folder, "--blocks", "4,50", "--jobs", "1", "--png", "curve.png")
+    assert done.returncode == 0, done.stderr
+    assert "curve: curve.png" in done.stdout
+    assert (folder / "curve.png").read_bytes()[:8] == PNG
+    assert not (folder / "sweep.png").exists()
+
+
+def test_the_curve_is_sweep_png_by_default(folder):
+    done = sweep(folder, "--blocks", "50", "--jobs", "1")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "sweep.png").read_bytes()[:8] == PNG

@@ -1,0 +1,90 @@
+"""From memory and a model to a number of blocks."""
+
+import pytest
+
+from kv_pool import InvalidArgumentError
+from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1000000", 1_000_000),
+        ("512b", 512),
+        ("512 B", 512),
+        ("40GiB", 40 * 2**30),
+        ("40gib", 40 * 2**30),
+        ("40Gi", 40 * 2**30),
+        ("40GB", 40 * 10**9),
+        ("40G", 40 * 10**9),
+        ("1.5MiB", 3 * 2**19),
+        (" 512 MiB ", 2**29),
+        ("2KiB", 2048),
+        ("2kB", 2000),
+        ("1TiB", 2**40),
+        ("1TB", 10**12),
+        ("0", 0),
+    ],
+)
+def test_sizes_have_decimal_or_binary_units(text, num_bytes):
+    assert parse_memory(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "40 XB", "-1GiB", "1e9", "4 0GiB", "40GiBs", "inf", "1.GiB"])
+def test_what_is_not_a_size_is_refused(text):
+    with pytest.raises(InvalidArgumentError, match="is not a size; write it as 40GiB"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_token"),
+    [
+        ("llama-3-8b", 131_072),  # 32 layers, K and V, 8 heads of 128, 2 bytes
+        ("llama-2-7b", 524_288),
+        ("llama-3-70b", 327_680),
+        ("qwen2.5-7b", 57_344),
+        ("deepseek-v3", 70_272),  # 61 layers of 512 + 64 latent elements
+    ],
+)
+def test_a_token_of_a_known_model_takes_so_many_bytes(name, bytes_per_token):
+    assert find_model(name).bytes_per_token == bytes_per_token
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_known_model_has_kv(name):
+    assert find_model(name.upper()).bytes_per_token > 0
+
+
+def test_an_unknown_model_is_refused_with_those_there_are():
+    with pytest.raises(InvalidArgumentError, match=r"'gpt-2'; known are llama-2-7b.*--num-layers"):
+        find_model("gpt-2")
+
+
+def test_elements_may_be_of_other_sizes():
+    assert ModelKV(32, 8, 128, dtype_bytes=1).bytes_per_token == 65_536
+    assert ModelKV(61, latent_size=576, dtype_bytes=1).bytes_per_token == 35_136
+
+
+def test_one_block_of_the_memory_is_the_null_block():
+    model = find_model("llama-3-8b")
+    assert count_blocks(2**30, 16, model) == 2**30 // (16 * 131_072) - 1 == 511
+
+
+def test_memory_that_is_no_whole_number_of_blocks_is_rounded_down():
+    block_bytes = 16 * 131_072
+    model = find_model("llama-3-8b")
+    assert count_blocks(3 * block_bytes, 16, model) == 2
+    assert count_blocks(3 * block_bytes - 1, 16, model) == 1
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1])
+def test_memory_for_less_than_two_blocks_is_an_error(num_blocks):
+    block_bytes = 16 * 131_072
+    with pytest.raises(InvalidArgumentError, match=f"hold {num_blocks} blocks of {block_bytes} bytes"):
+        count_blocks((num_blocks + 1) * block_bytes - 1, 16, find_model("llama-3-8b"))
+
+
+@pytest.mark.parametrize("model", [ModelKV(0, 8, 128), ModelKV(32, 0, 128), ModelKV(32, 8, 0)])
+def test_a_model_without_kv_is_an_error(model):
+    with pytest.raises(InvalidArgumentError, match="no KV"):
+        count_blocks(2**30, 16, model)

@@ -1,0 +1,224 @@
+"""The instant clock against the reference results of two real traces, and against a slow model."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from replay.made_trace import make_random_records, record, write_trace
+
+from kv_pool.replay.replay_request import CONVENTIONS
+from kv_pool.replay.simulator import ReplaySettings, run_replay
+
+DATA = Path(__file__).parent / "data"
+REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
+COUNTS = ("requests", "refused_requests", "blocks_looked_up", "blocks_hit", "tokens_in", "tokens_hit")
+RATES = ("block_hit_rate", "token_hit_rate", "mean_request_token_hit_rate")
+# Seconds each in plain Python; the others run in the slow tests.
+QUICK_AGENTIC = {("full_blocks_cap", "1000"), ("full_blocks_cap", "10000")}
+
+
+def list_cases(trace, quick=None):
+    cases = []
+    for convention, capacities in REFERENCE[trace]["conventions"].items():
+        for capacity in capacities:
+            slow = quick is not None and (convention, capacity) not in quick
+            marks = [pytest.mark.slow] if slow else []
+            cases.append(pytest.param(convention, capacity, marks=marks, id=f"{convention}-{capacity}"))
+    return cases
+
+
+def assert_reference(report, expected):
+    assert {name: getattr(report, name) for name in COUNTS} == {name: expected[name] for name in COUNTS}
+    assert {name: round(getattr(report, name), 6) for name in RATES} == {
+        name: expected[name] for name in RATES
+    }
+
+
+def test_the_reference_covers_every_convention():
+    assert {trace: set(REFERENCE[trace]["conventions"]) for trace in REFERENCE} == {
+        "mooncake_conversation": set(CONVENTIONS),
+        "agentic_coding_a": set(CONVENTIONS),
+    }
+
+
+@pytest.mark.parametrize(("convention", "capacity"), list_cases("mooncake_conversation"))
+def test_the_mooncake_trace_gives_the_reference_counts(convention, capacity):
+    num_blocks = 200_000 if capacity == "unlimited" else int(capacity)
+    report = run_replay(ReplaySettings("mooncake_conversation", num_blocks, convention=convention))
+    assert report.block_size == REFERENCE["mooncake_conversation"]["block_size_tokens"]
+    assert_reference(report, REFERENCE["mooncake_conversation"]["conventions"][convention][capacity])
+
+
+@pytest.mark.parametrize(("convention", "capacity"), list_cases("agentic_coding_a", QUICK_AGENTIC))
+def test_the_agentic_trace_gives_the_reference_counts(convention, capacity):
+    num_blocks = 310_000 if capacity == "unlimited" else int(capacity)
+    path = str(DATA / "agentic_coding_a.jsonl.xz")
+    report = run_replay(ReplaySettings(path, num_blocks, convention=convention))
+    assert report.block_size == REFERENCE["agentic_coding_a"]["block_size_tokens"]
+    assert_reference(report, REFERENCE["agentic_coding_a"]["conventions"][convention][capacity])
+
+
+# ---- a slow model ------------------------------------------------------------------------------
+
+
+class SlowCache:
+    """The reference model in four steps over lists: the free queue, and who holds which id since when."""
+
+    def __init__(self, capacity, block_size, convention):
+        self.capacity = capacity
+        self.block_size = block_size
+        self.convention = convention
+        self.queue = list(range(capacity))
+        self.id_of = {}
+        self.holders = []  # (hash id, block), the oldest first
+        self.counts = dict.fromkeys(
+            [
+                "requests",
+                "refused_requests",
+                "blocks_looked_up",
+                "blocks_hit",
+                "tokens_in",
+                "tokens_hit",
+                "evictions",
+                "peak_blocks_in_use",
+            ],
+            0,
+        )
+        self.sum_rates = 0.0
+        self.sum_in_use = 0
+
+    def run(self, traced):
+        length, ids = traced["input_length"], traced["hash_ids"]
+        if self.convention.startswith("ids_as_blocks"):
+            cacheable, num_physical, max_hit = ids, len(ids), len(ids)
+        else:
+            cacheable = ids[: length // self.block_size]
+            num_physical, max_hit = -(-length // self.block_size), length // self.block_size
+        if self.convention.endswith("_cap"):
+            max_hit = (length - 1) // self.block_size
+        counts = self.counts
+        counts["requests"] += 1
+        counts["tokens_in"] += length
+        counts["blocks_looked_up"] += len(cacheable)
+        if num_physical > self.capacity:
+            counts["refused_requests"] += 1
+            return
+        table = []
+        for hash_id in cacheable[:max_hit]:
+            found = [block for held_id, block in self.holders if held_id == hash_id]
+            if not found:
+                break
+            table.append(found[0])
+        num_hits = len(table)
+        for block in table:
+            self.queue.remove(block)
+        while len(table) < num_physical:
+            block = self.queue.pop(0)
+            if block in self.id_of:
+                counts["evictions"] += 1
+                self.holders.remove((self.id_of.pop(block), block))
+            table.append(block)
+        for block, hash_id in list(zip(table, cacheable, strict=False))[num_hits:]:
+            self.id_of[block] = hash_id
+            self.holders.append((hash_id, block))
+        tail_first = table[::-1]
+        unhashed = [block for block in tail_first if block not in self.id_of]
+        self.queue = unhashed + self.queue + [block for block in tail_first if block in self.id_of]
+        tokens_hit = min(length, num_hits * self.block_size)
+        counts["blocks_hit"] += num_hits
+        counts["tokens_hit"] += tokens_hit
+        counts["peak_blocks_in_use"] = max(counts["peak_blocks_in_use"], num_physical)
+        self.sum_rates += tokens_hit / length
+        self.sum_in_use += num_physical
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("partial_ids", [True, False], ids=["partial blocks have ids", "or none"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_random_traces_give_the_counts_of_a_slow_model(tmp_path, convention, partial_ids, seed):
+    rng = random.Random(seed)
+    block_size = rng.choice([2, 5, 8])
+    capacity = rng.randrange(4, 40)
+    records = [
+        record(1, [10**6] if partial_ids else []),
+        *make_random_records(rng, 150, block_size, partial_ids),
+    ]
+    model = SlowCache(capacity, block_size, convention)
+    for traced in records:
+        model.run(traced)
+    report = run_replay(
+        ReplaySettings(
+            str(write_trace(tmp_path / "trace.jsonl", records)),
+            capacity,
+            convention=convention,
+            trace_block_size=block_size,
+        )
+    )
+    assert {name: getattr(report, name) for name in model.counts} == model.counts
+    assert model.counts["blocks_hit"] > 0
+    assert model.counts["evictions"] > 0
+    assert report.mean_request_token_hit_rate == pytest.approx(model.sum_rates / len(records))
+    assert report.token_hit_rate == model.counts["tokens_hit"] / model.counts["tokens_in"]
+    assert report.block_hit_rate == model.counts["blocks_hit"] / model.counts["blocks_looked_up"]
+    assert report.mean_blocks_in_use == pytest.approx(model.sum_in_use / len(records))
+
+
+def run_small(tmp_path, records, num_blocks, **settings):
+    path = write_trace(tmp_path / "trace.jsonl", records)
+    return run_replay(ReplaySettings(str(path), num_blocks, trace_block_size=8, **settings))
+
+
+def test_a_request_that_needs_more_than_the_pool_counts_but_changes_nothing(tmp_path):
+    records = [record(16, [1, 2]), record(40, [1, 2, 3, 4, 5]), record(24, [1, 2, 6])]
+    report = run_small(tmp_path, records, 4)
+    assert (report.requests, report.refused_requests) == (3, 1)
+    assert (report.blocks_hit, report.blocks_looked_up) == (2, 10)
+    assert (report.tokens_hit, report.tokens_in) == (16, 80)
+    assert report.mean_request_token_hit_rate == pytest.approx(16 / 24 / 3)
+
+
+def test_output_tokens_take_no_blocks(tmp_path):
+    report = run_small(tmp_path, [record(16, [1, 2], output_length=1000)], 2)
+    assert report.refused_requests == 0
+    assert report.peak_blocks_in_use == 2
+
+
+def test_the_cap_has_the_last_token_computed_anew(tmp_path):
+    twice = [record(16, [1, 2])] * 2
+    assert run_small(tmp_path, twice, 8, convention="full_blocks").blocks_hit == 2
+    assert run_small(tmp_path, twice, 8, convention="full_blocks_cap").blocks_hit == 1
+
+
+def test_of_a_partial_block_only_its_tokens_are_hit(tmp_path):
+    twice = [record(11, [1, 2])] * 2
+    report = run_small(tmp_path, twice, 8, convention="ids_as_blocks")
+    assert (report.blocks_hit, report.tokens_hit) == (2, 11)
+
+
+@pytest.mark.parametrize(("block_size", "blocks_hit", "tokens_hit"), [(4, 4, 16), (8, 2, 16), (16, 1, 16)])
+def test_a_pool_may_have_other_blocks_than_the_trace(tmp_path, block_size, blocks_hit, tokens_hit):
+    records = [record(32, [1, 2, 3, 4]), record(32, [1, 2, 5, 6])]
+    report = run_small(tmp_path, records, 20, block_size=block_size)
+    assert report.block_size == block_size
+    assert (report.blocks_hit, report.tokens_hit) == (blocks_hit, tokens_hit)
+    assert report.blocks_looked_up == 2 * 32 // block_size
+
+
+@pytest.mark.xfail(
+    strict=True, reason="InvalidArgumentError: request '1' has hashes for 2 blocks of 4 tokens; 4 are full"
+)
+def test_a_pool_may_have_smaller_blocks_than_a_trace_without_ids_for_partial_blocks(tmp_path):
+    report = run_small(tmp_path, [record(23, [1, 2])] * 2, 20, block_size=4)
+    assert report.requests == 2
+    assert report.tokens_hit == 16
+
+
+def test_traces_of_token_ids_are_replayed_in_blocks_of_16_tokens(tmp_path):
+    path = write_trace(
+        tmp_path / "trace.jsonl",
+        [{"token_ids": list(range(40))}, {"prompt_token_ids": [*range(32), *range(90, 120)]}],
+    )
+    report = run_replay(ReplaySettings(str(path), 10))
+    assert report.block_size == 16
+    assert (report.blocks_looked_up, report.blocks_hit, report.tokens_hit) == (5, 2, 32)

@@ -1,0 +1,144 @@
+"""A trace's request as the manager sees it: what is a block, and which hash it has."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_pool import BlockHasher, InvalidArgumentError
+from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest, hash_ids_to_block_hashes
+from kv_pool.replay.trace import TraceRequest
+
+SIZES = st.integers(1, 12)
+
+
+def count_shared(first, second):
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))
+
+
+def expand(hash_ids, trace_block_size, num_tokens):
+    """Tokens that stand for a prompt: equal where, and only where, the ids say that the prompts are."""
+    tokens = [(hash_id, place) for hash_id in hash_ids for place in range(trace_block_size)]
+    return tokens[:num_tokens]
+
+
+@given(SIZES, SIZES, st.integers(0, 6), st.data())
+def test_prompts_share_as_many_block_hashes_as_they_share_blocks_of_tokens(
+    trace_block_size, block_size, num_common, data
+):
+    common = list(range(num_common))
+    prompts = []
+    for first_id in (100, 200):
+        ids = common + list(range(first_id, first_id + data.draw(st.integers(0, 4))))
+        end = len(ids) * trace_block_size
+        # Up to a block less (the last id is partial) or more (the partial block has no id).
+        num_tokens = max(0, end + data.draw(st.integers(1 - trace_block_size, trace_block_size - 1)))
+        prompts.append((ids, num_tokens))
+    hashes = [
+        hash_ids_to_block_hashes(ids, trace_block_size, num_tokens, block_size) for ids, num_tokens in prompts
+    ]
+    tokens = [expand(ids, trace_block_size, num_tokens) for ids, num_tokens in prompts]
+    assert count_shared(*hashes) == count_shared(*tokens) // block_size
+    for prompt_hashes, prompt_tokens in zip(hashes, tokens, strict=True):
+        assert len(prompt_hashes) == len(prompt_tokens) // block_size
+        assert len(set(prompt_hashes)) == len(prompt_hashes)
+
+
+def test_after_a_difference_no_block_hash_is_shared():
+    first = hash_ids_to_block_hashes([1, 2, 3, 4], 8, 32, 6)
+    second = hash_ids_to_block_hashes([1, 7, 8, 9], 8, 32, 6)
+    assert first[0] == second[0]
+    assert not set(first[1:]) & set(second[1:])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "num_shared"),
+    [(8, 4, 2), (4, 8, 4), (16, 2, 1), (6, 5, 2), (12, 2, 1), (32, 1, 0), (33, 0, 0), (1, 32, 16)],
+)
+def test_two_shared_ids_of_four_are_so_many_shared_blocks(block_size, num_blocks, num_shared):
+    first = hash_ids_to_block_hashes([1, 2, 3, 4], 8, 32, block_size)
+    second = hash_ids_to_block_hashes([1, 2, 8, 9], 8, 32, block_size)
+    assert len(first) == num_blocks
+    assert count_shared(first, second) == num_shared
+
+
+@pytest.mark.parametrize(
+    ("convention", "num_tokens", "num_cacheable_blocks", "max_hit_tokens"),
+    [
+        ("full_blocks_cap", 20, 2, 19),
+        ("full_blocks", 20, 2, 20),
+        ("ids_as_blocks_cap", 24, 3, 19),
+        ("ids_as_blocks", 24, 3, 24),
+    ],
+)
+def test_the_convention_says_what_of_a_partial_block_with_an_id_counts(
+    convention, num_tokens, num_cacheable_blocks, max_hit_tokens
+):
+    request = ReplayRequest(TraceRequest(1, 0.0, 20, 0, [1, 2, 3], None), 8, convention, 8)
+    assert request.input_length == 20
+    assert request.num_tokens == request.num_prompt_tokens == num_tokens
+    assert request.num_cacheable_blocks == num_cacheable_blocks
+    assert request.max_hit_tokens == max_hit_tokens
+
+
+@pytest.mark.parametrize(
+    ("convention", "num_tokens"),
+    [("full_blocks_cap", 20), ("full_blocks", 20), ("ids_as_blocks_cap", 16), ("ids_as_blocks", 16)],
+)
+def test_a_partial_block_without_an_id_takes_a_block_only_where_full_blocks_count(convention, num_tokens):
+    request = ReplayRequest(TraceRequest(1, 0.0, 20, 0, [1, 2], None), 8, convention, 8)
+    assert request.num_tokens == num_tokens
+    assert request.num_cacheable_blocks == 2
+
+
+def test_prompts_of_token_ids_are_hashed_as_an_engine_does():
+    hasher = BlockHasher("xxh3_128", "0", 4)
+    tokens = list(range(10))
+    request = ReplayRequest(TraceRequest(3, 5.0, 10, 2, None, tokens), 4, hasher=hasher)
+    assert request.block_hashes == hasher.hash_blocks(tokens)
+    assert request.num_cacheable_blocks == 2
+    assert request.all_token_ids == tokens
+    assert (request.request_id, request.arrival_ms, request.num_output_left) == ("3", 5.0, 2)
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_generated_blocks_have_hashes_that_no_other_request_has(block_size):
+    requests = [
+        ReplayRequest(TraceRequest(line, 0.0, 20, 30, [1, 2, 3], None), block_size, trace_block_size=8)
+        for line in (1, 2)
+    ]
+    num_prompt_hashes = 20 // block_size
+    for request in requests:
+        request.append_output(9)
+        request.append_output(21)
+        assert request.num_tokens == 50
+        assert request.num_output_left == 0
+        assert len(request.block_hashes) == 50 // block_size
+        assert request.num_cacheable_blocks == num_prompt_hashes
+    first, second = (request.block_hashes for request in requests)
+    assert first[:num_prompt_hashes] == second[:num_prompt_hashes]
+    assert len(set(first[num_prompt_hashes:] + second)) == 2 * len(first) - num_prompt_hashes
+
+
+def test_tokens_that_stand_for_a_request_repeat_its_ids_then_zeros():
+    request = ReplayRequest(TraceRequest(1, 0.0, 10, 5, [7, 9], None), 8, trace_block_size=8)
+    assert request.all_token_ids == [7] * 8 + [9] * 2
+    request.append_output(3)
+    assert request.all_token_ids == [7] * 8 + [9] * 2 + [0] * 3
+
+
+def test_an_unknown_convention_is_refused_with_those_there_are():
+    with pytest.raises(InvalidArgumentError, match=f"'papers'; known are {', '.join(CONVENTIONS)}"):
+        ReplayRequest(TraceRequest(1, 0.0, 8, 0, [1], None), 8, "papers", 8)
+
+
+def test_hash_ids_need_the_block_size_of_the_trace():
+    with pytest.raises(InvalidArgumentError, match="needs the trace's block size"):
+        ReplayRequest(TraceRequest(1, 0.0, 8, 0, [1], None), 8)
+
+
+def test_token_ids_need_a_hasher():
+    with pytest.raises(InvalidArgumentError, match="needs a BlockHasher"):
+        ReplayRequest(TraceRequest(1, 0.0, 2, 0, None, [1, 2]), 8)

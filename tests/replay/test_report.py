@@ -1,0 +1,50 @@
+"""The report: call times in short, and its file."""
+
+import json
+import random
+from array import array
+
+import msgspec
+import pytest
+
+from kv_pool import TraceError
+from kv_pool.replay.report import CallTimes, ReplayReport, summarize_calls, write_json
+
+
+def test_call_times_are_median_nearest_rank_and_sum():
+    durations = list(range(1, 101))
+    random.Random(0).shuffle(durations)
+    assert summarize_calls(array("q", durations)) == CallTimes(100, 50, 99, 5050)
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "p99"), [(1, 1), (2, 2), (99, 99), (100, 99), (101, 100), (200, 198), (1000, 990)]
+)
+def test_the_99th_percentile_is_a_duration_that_occurred(num_calls, p99):
+    assert summarize_calls(array("q", range(1, num_calls + 1))).p99_ns == p99
+
+
+def test_no_calls_are_all_zeros():
+    assert summarize_calls(array("q")) == CallTimes(0, 0, 0, 0)
+
+
+def test_a_report_is_written_as_readable_json(tmp_path):
+    path = tmp_path / "report.json"
+    report = ReplayReport(16, 100, "full_blocks", "instant", requests=3, first_broken="é:1: no")
+    write_json(report, str(path))
+    text = path.read_text("utf-8")
+    assert text.endswith("}\n")
+    assert '\n  "num_blocks": 100,\n' in text
+    assert msgspec.json.decode(text, type=ReplayReport) == report
+
+
+def test_a_list_of_reports_is_written_in_its_order(tmp_path):
+    path = tmp_path / "reports.json"
+    write_json([ReplayReport(16, size, "full_blocks", "instant") for size in (30, 10, 20)], str(path))
+    assert [report["num_blocks"] for report in json.loads(path.read_text())] == [30, 10, 20]
+
+
+def test_a_file_that_can_not_be_written_is_an_error(tmp_path):
+    path = tmp_path / "nowhere" / "report.json"
+    with pytest.raises(TraceError, match=r"nowhere/report\.json: can not write the report: No such file"):
+        write_json(CallTimes(), str(path))

@@ -1,0 +1,57 @@
+"""A sweep is so many single replays."""
+
+import random
+
+import msgspec
+import pytest
+from replay.made_trace import make_random_records, write_trace
+
+from kv_pool import InvalidArgumentError, TraceError
+from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.sweep import run_sweep
+
+TIMES = ("wall_seconds", "look_up", "allocate", "free")
+
+
+@pytest.fixture
+def settings(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, make_random_records(random.Random(3), 100, 8, partial_ids=True))
+    return ReplaySettings(str(path), 1, trace_block_size=8)
+
+
+def without_times(report):
+    counts = msgspec.structs.asdict(report)
+    for name in TIMES:
+        del counts[name]
+    counts["provenance"] = msgspec.structs.replace(report.provenance, date="")
+    return counts
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_sweep_gives_the_single_replays_in_the_order_of_the_capacities(settings, num_processes):
+    capacities = [20, 6, 60]
+    finished = []
+    reports = run_sweep(settings, capacities, num_processes, finished.append)
+    singles = [
+        run_replay(ReplaySettings(settings.trace, capacity, trace_block_size=8)) for capacity in capacities
+    ]
+    assert [without_times(report) for report in reports] == [without_times(report) for report in singles]
+    assert sorted(report.num_blocks for report in finished) == [6, 20, 60]
+    assert reports[1].tokens_hit < reports[0].tokens_hit < reports[2].tokens_hit
+
+
+def test_a_capacity_in_which_nothing_fits_stops_the_sweep(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": list(range(40))}])
+    with pytest.raises(InvalidArgumentError, match="the pool has 2 blocks of 16 tokens"):
+        run_sweep(ReplaySettings(str(path), 1), [2, 3], 1)
+
+
+def test_a_missing_trace_stops_the_sweep(tmp_path):
+    with pytest.raises(TraceError, match="no such file"):
+        run_sweep(ReplaySettings(str(tmp_path / "nowhere"), 1), [10], 1)
+
+
+def test_a_sweep_over_no_capacities_is_refused(settings):
+    with pytest.raises(InvalidArgumentError, match="at least one capacity"):
+        run_sweep(settings, [], 1)
