@@ -10,7 +10,7 @@ from rich.table import Table
 from kv_pool.core.mode import COMPILED
 from kv_pool.version import __version__
 
-_PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "zstandard")
+_PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd")
 
 
 def info() -> None:

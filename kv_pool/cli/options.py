@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE
@@ -77,7 +78,7 @@ def blocks_from_memory(
     """Capacity in blocks for `--memory`. Raises InvalidArgumentError."""
     dimensions = (num_layers, num_kv_heads, head_size)
     if (model is None) == (not any(dimensions)):
-        raise typer.BadParameter(
+        raise InvalidArgumentError(
             "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
         )
     kv = ModelKV(*dimensions, dtype_bytes=dtype_bytes) if model is None else find_model(model)

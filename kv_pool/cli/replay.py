@@ -1,5 +1,6 @@
 """`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kv_pool.cli import options
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport, write_json
 from kv_pool.replay.simulator import Progress as ReplayProgress
@@ -44,7 +46,7 @@ def replay(
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
     if (blocks is None) == (memory is None):
-        raise typer.BadParameter("give the capacity either as --blocks or as --memory")
+        raise InvalidArgumentError("give the capacity either as --blocks or as --memory")
     if memory is not None:
         opened = Trace(
             trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken
@@ -73,6 +75,7 @@ def replay(
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),
     ) as bar:
         task = bar.add_task("replay", total=1.0, live="")
 

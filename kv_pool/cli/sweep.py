@@ -1,6 +1,7 @@
 """`kv-pool sweep`: the hit rate over the size of the cache."""
 
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -9,7 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.replay.plot import draw_hit_rates
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.plot import check_can_draw, draw_hit_rates
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.simulator import ReplaySettings
@@ -42,9 +44,10 @@ def sweep(
     try:
         capacities = sorted({int(text.replace("_", "")) for text in blocks.split(",")})
     except ValueError as error:
-        raise typer.BadParameter(
-            f"{blocks!r} is not a list of whole numbers such as 1000,3000,10000", param_hint="--blocks"
+        raise InvalidArgumentError(
+            f"--blocks {blocks!r} is not a list of whole numbers such as 1000,3000,10000"
         ) from error
+    check_can_draw(png)
     settings = ReplaySettings(
         trace=trace,
         num_blocks=capacities[0],
@@ -66,6 +69,7 @@ def sweep(
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),
     ) as bar:
         task = bar.add_task("sweep", total=len(capacities), live="")
 

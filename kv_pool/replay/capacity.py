@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kv_pool.errors import InvalidArgumentError
 
@@ -61,7 +62,7 @@ def parse_memory(text: str) -> int:
     if found is None:
         raise InvalidArgumentError(f"{text!r} is not a size; write it as 40GiB, 512MiB or 40GB")
     unit = found[2] or ""
-    return int(float(found[1]) * (_UNITS.get(unit) or _BINARY_UNITS[unit]))
+    return int(Fraction(found[1]) * (_UNITS.get(unit) or _BINARY_UNITS[unit]))
 
 
 def count_blocks(memory_bytes: int, block_size: int, model: ModelKV) -> int:

@@ -3,8 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kv_pool.errors import TraceError
+from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.report import ReplayReport
+
+
+def check_can_draw(path: str) -> None:
+    """Raise TraceError if `draw_hit_rates` could not draw to `path`: better before a sweep than after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise TraceError("drawing needs matplotlib: pip install 'kv_pool[lab]'") from error
+    if not Path(path).absolute().parent.is_dir():
+        raise TraceError(f"{path}: can not write the picture: no such folder")
 
 
 def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
@@ -12,11 +22,13 @@ def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
 
     Raises:
         TraceError: matplotlib is not installed, or the file can not be written.
+        InvalidArgumentError: no reports.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise TraceError("drawing needs matplotlib: pip install 'kv_pool[lab]'") from error
+    check_can_draw(path)
+    if not reports:
+        raise InvalidArgumentError("there are no reports to draw")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter

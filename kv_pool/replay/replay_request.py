@@ -88,6 +88,7 @@ class ReplayRequest:
             self._tokens_per_id = 1
             self.block_hashes = hasher.hash_blocks(traced.token_ids)
         self.num_prompt_tokens = self.num_tokens
+        self._name_unknown_blocks()
         self.num_cacheable_blocks = len(self.block_hashes)
         self.max_hit_tokens = self.num_tokens
         if convention.endswith("_cap"):
@@ -102,10 +103,14 @@ class ReplayRequest:
         return tokens + [0] * (self.num_tokens - len(tokens))
 
     def append_output(self, num_tokens: int) -> None:
-        """Generate tokens. The blocks they fill get hashes that nobody else has: a trace does not say what
-        was generated, so such blocks are cached, as an engine would, and never hit."""
+        """Generate tokens."""
         self.num_tokens += num_tokens
         self.num_output_left -= num_tokens
+        self._name_unknown_blocks()
+
+    def _name_unknown_blocks(self) -> None:
+        """Give full blocks whose content the trace does not tell (generated tokens, the end of a prompt that
+        no hash id covers) hashes that nobody else has: they are cached, as in an engine, and never hit."""
         for index in range(len(self.block_hashes), self.num_tokens // self._block_size):
             self.block_hashes.append(BlockHash(_pack_output(int(self.request_id), index)))
 

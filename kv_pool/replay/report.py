@@ -116,7 +116,7 @@ class ReplayReport(msgspec.Struct):
     look_up: CallTimes = msgspec.field(default_factory=CallTimes)
     allocate: CallTimes = msgspec.field(default_factory=CallTimes)
     free: CallTimes = msgspec.field(default_factory=CallTimes)
-    settings: dict[str, str | int | float] = msgspec.field(default_factory=dict)
+    settings: dict[str, str | bool | int | float] = msgspec.field(default_factory=dict)
     provenance: Provenance | None = None
 
 

@@ -27,6 +27,8 @@ def run_sweep(
     """
     if not capacities:
         raise InvalidArgumentError("a sweep needs at least one capacity")
+    if num_processes < 1:
+        raise InvalidArgumentError(f"num_processes is {num_processes}; a sweep needs at least 1")
     # Spawned, not forked: a worker starts clean whatever threads the caller runs.
     context = multiprocessing.get_context("spawn")
     reports: dict[int, ReplayReport] = {}

@@ -16,12 +16,12 @@ partial block may have none (the agentic trace); both are told by the counts, li
 
 import gzip
 import hashlib
-import io
 import lzma
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -106,24 +106,27 @@ class Trace:
         self.position = 0.0
         self._ms_per_unit = 1.0 if timestamp_unit == "ms" else 1000.0
         self.block_size = block_size
+        self._is_checked = False
         self.block_size = self._check_first_lines()
+        self._is_checked = True
 
     def digest(self) -> str:
         """SHA-256 of the file as it is stored, hex."""
-        with self.path.open("rb") as file:
+        with self._open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self.num_broken = 0
         self.first_broken = None
+        self.position = 0.0
         decode = msgspec.json.Decoder(_Record).decode
         size = self.path.stat().st_size or 1
-        with self.path.open("rb") as raw, _decompress(raw, self.path) as lines:
+        with self._open() as raw, _decompress(raw, self.path) as lines:
             number = 0
             while True:
                 try:
                     text = lines.readline()
-                except (OSError, EOFError, lzma.LZMAError) as error:
+                except Exception as error:  # each of the three decompressors has its own
                     raise TraceError(f"{self.path}:{number + 1}: can not decompress: {error}") from error
                 if not text:
                     break
@@ -145,6 +148,12 @@ class Trace:
                     continue
                 yield request
         self.position = 1.0
+
+    def _open(self) -> BufferedReader:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise TraceError(f"{self.path}: can not open: {error.strerror}") from error
 
     def _parse(self, record: _Record, line: int) -> TraceRequest:
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
@@ -171,6 +180,8 @@ class Trace:
         if hash_ids is not None:
             if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
                 raise self._broken(line, "a hash id is not in 0..2**64-1")
+            if self._is_checked and self.block_size is None:
+                raise self._broken(line, "hash_ids in a trace of token ids")
             if self.block_size is not None and not _fits(input_length, len(hash_ids), self.block_size):
                 raise self._broken(
                     line,
@@ -191,15 +202,15 @@ class Trace:
 
     def _check_first_lines(self) -> int | None:
         """Find out the kind of the trace and, unless given, its block size."""
-        candidates = list(_CANDIDATE_BLOCK_SIZES)
+        num_fitting = dict.fromkeys(_CANDIDATE_BLOCK_SIZES, 0)
         seen = 0
         with_ids = 0
         for request in self:
             seen += 1
             if request.hash_ids is not None:
                 with_ids += 1
-                tokens, ids = request.input_length, len(request.hash_ids)
-                candidates = [size for size in candidates if _fits(tokens, ids, size)]
+                for size in num_fitting:
+                    num_fitting[size] += _fits(request.input_length, len(request.hash_ids), size)
             if seen == _LINES_TO_INFER_FROM or self.block_size is not None:
                 break
         if not seen:
@@ -209,6 +220,11 @@ class Trace:
             return None
         if self.block_size is not None:
             return self.block_size
+        # Where broken lines are passed over, one with a wrong count must not decide.
+        wanted = with_ids
+        if self.skip_broken and 2 * max(num_fitting.values()) > with_ids:
+            wanted = max(num_fitting.values())
+        candidates = [size for size, fitting in num_fitting.items() if fitting == wanted]
         if len(candidates) != 1:
             found = ", ".join(map(str, candidates)) or "no power of two"
             raise TraceError(
@@ -240,16 +256,18 @@ def _decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     raw.seek(0)
     if magic[:2] == b"\x1f\x8b":
         with gzip.open(raw) as lines:
-            yield io.BufferedReader(lines, 1 << 20)
+            yield BufferedReader(lines, 1 << 20)
     elif magic == b"\xfd7zXZ\x00":
         with lzma.open(raw) as lines:
-            yield io.BufferedReader(lines, 1 << 20)
+            yield BufferedReader(lines, 1 << 20)
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
         try:
-            import zstandard
+            from backports import zstd
         except ImportError as error:
-            raise TraceError(f"{path}: reading .zst needs zstandard: pip install 'kv_pool[lab]'") from error
-        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as lines:
-            yield io.BufferedReader(lines, 1 << 20)
+            raise TraceError(
+                f"{path}: reading .zst needs backports.zstd: pip install 'kv_pool[lab]'"
+            ) from error
+        with zstd.open(raw) as lines:
+            yield BufferedReader(lines, 1 << 20)
     else:
         yield raw

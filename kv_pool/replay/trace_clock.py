@@ -56,6 +56,8 @@ class TraceClock:
         self._due: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._block_ms = 0.0
+        self._first_ms: float | None = None
+        self._preempted_ms = -1.0
 
     def run(self, requests: Iterable[ReplayRequest], on_request: Callable[[Tally], None]) -> ReplayReport:
         """Replay all requests to their end."""
@@ -74,8 +76,9 @@ class TraceClock:
                 self._advance(due_ms)
                 self._step(self._running[request_id], num_tokens)
             self._admit()
-        self.tally.report.simulated_ms = self._now_ms
-        return self.tally.finish(self._block_ms / self._now_ms if self._now_ms else 0.0)
+        simulated_ms = self._now_ms - (self._first_ms or 0.0)
+        self.tally.report.simulated_ms = simulated_ms
+        return self.tally.finish(self._block_ms / simulated_ms if simulated_ms else 0.0)
 
     def _arrive(self, requests: Iterable[ReplayRequest]) -> Iterator[ReplayRequest]:
         last_ms = 0.0
@@ -88,6 +91,8 @@ class TraceClock:
             yield request
 
     def _advance(self, to_ms: float) -> None:
+        if self._first_ms is None:
+            self._first_ms = to_ms
         self._block_ms += self.tally.num_blocks_in_use * (to_ms - self._now_ms)
         self._now_ms = to_ms
 
@@ -97,6 +102,10 @@ class TraceClock:
             self._waiting.append(request)
 
     def _admit(self) -> None:
+        # Who was preempted gives way until the others have moved on. Otherwise a request whose prompt is
+        # cached is back at once, preempts itself again, and time stands still.
+        if self._running and self._now_ms <= self._preempted_ms:
+            return
         while self._waiting and len(self._running) < self.rates.max_running:
             request = self._waiting[0]
             prefix = self.tally.look_up(request)
@@ -143,6 +152,7 @@ class TraceClock:
     def _preempt(self, request: ReplayRequest) -> None:
         self.tally.free(request)
         self.tally.report.preempted += 1
+        self._preempted_ms = self._now_ms
         request.num_computed_tokens = 0
         del self._running[request.request_id]
         self._admissions[request.request_id] = 0

@@ -42,7 +42,6 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(folder, arguments, mes
     assert message in line
 
 
-@pytest.mark.xfail(strict=True, reason="the progress bar leaves an empty line where stderr is no terminal")
 def test_nothing_but_the_message_is_on_stderr(folder):
     done = kv_pool_command("replay", "nowhere.jsonl", "--blocks", "10", cwd=folder)
     assert done.returncode == 2
@@ -65,7 +64,6 @@ def test_options_that_can_not_be_meant_are_status_2_and_say_why(folder, argument
     assert not (folder / "sweep.png").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="typer prints usage and a box around the message")
 def test_options_that_can_not_be_meant_are_one_line(folder):
     done = kv_pool_command("replay", "trace.jsonl", cwd=folder)
     assert done.returncode == 2

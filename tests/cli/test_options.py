@@ -1,7 +1,6 @@
 """Memory and a model as options, to a capacity."""
 
 import pytest
-import typer
 from replay.made_trace import record, write_trace
 
 from kv_pool import InvalidArgumentError
@@ -45,7 +44,7 @@ def test_elements_of_half_the_size_make_twice_the_blocks(trace, model):
     "given", [{}, {"model": "llama-3-8b", "dimensions": (32, 8, 128)}], ids=["neither", "both"]
 )
 def test_memory_needs_a_model_or_dimensions_but_not_both(trace, given):
-    with pytest.raises(typer.BadParameter, match="--memory needs either --model, or --num-layers"):
+    with pytest.raises(InvalidArgumentError, match="--memory needs either --model, or --num-layers"):
         count(trace, "1GiB", **given)
 
 

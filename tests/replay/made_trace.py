@@ -4,14 +4,14 @@ import gzip
 import json
 import lzma
 
-import zstandard
+from backports import zstd
 
 COMPRESS = {
     ".jsonl": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
-    # As the zstd command does; the library leaves the checksum out.
-    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    # With a checksum, as the zstd command does; the library leaves it out.
+    ".zst": lambda data: zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1}),
 }
 
 

@@ -205,9 +205,6 @@ def test_a_pool_may_have_other_blocks_than_the_trace(tmp_path, block_size, block
     assert report.blocks_looked_up == 2 * 32 // block_size
 
 
-@pytest.mark.xfail(
-    strict=True, reason="InvalidArgumentError: request '1' has hashes for 2 blocks of 4 tokens; 4 are full"
-)
 def test_a_pool_may_have_smaller_blocks_than_a_trace_without_ids_for_partial_blocks(tmp_path):
     report = run_small(tmp_path, [record(23, [1, 2])] * 2, 20, block_size=4)
     assert report.requests == 2

@@ -177,7 +177,6 @@ def test_every_field_of_the_report_is_in_its_file(tmp_path, trace):
     assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(report)
 
 
-@pytest.mark.xfail(strict=True, reason="settings are declared str, int or float; skip_broken is a bool")
 def test_a_report_written_and_read_again_is_the_same(tmp_path, trace):
     report = run_replay(ReplaySettings(trace, 12, clock="trace", trace_block_size=8))
     write_json(report, str(tmp_path / "report.json"))
