@@ -1,15 +1,15 @@
 """`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from kv_pool.cli import options
+from kv_pool.cli.progress import make_progress_bar
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport, write_json
@@ -67,16 +67,7 @@ def replay(
         skip_broken=skip_broken,
         seed=seed,
     )
-    with Progress(
-        TextColumn("replaying"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[live]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    with make_progress_bar("replaying", TaskProgressColumn()) as bar:
         task = bar.add_task("replay", total=1.0, live="")
 
         def show(progress: ReplayProgress) -> None:

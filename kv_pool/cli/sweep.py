@@ -1,15 +1,15 @@
 """`kv-pool sweep`: the hit rate over the size of the cache."""
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
+from kv_pool.cli.progress import make_progress_bar
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.plot import check_can_draw, draw_hit_rates
 from kv_pool.replay.replay_request import CONVENTIONS
@@ -61,16 +61,7 @@ def sweep(
         skip_broken=skip_broken,
         seed=seed,
     )
-    with Progress(
-        TextColumn("sweeping"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[live]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
         task = bar.add_task("sweep", total=len(capacities), live="")
 
         def show(report: ReplayReport) -> None:

@@ -31,13 +31,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks: int = len(blocks)
         self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
         self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)
-        before = self.fake_free_list_head
-        for block in blocks:
-            block.prev_free_block = before
-            before.next_free_block = block
-            before = block
-        before.next_free_block = self.fake_free_list_tail
-        self.fake_free_list_tail.prev_free_block = before
+        _link(self.fake_free_list_head, list(blocks), self.fake_free_list_tail)
 
     def __del__(self) -> None:
         # Linked blocks hold each other alive, and compiled blocks are invisible to the cyclic GC.
@@ -117,13 +111,7 @@ class FreeKVCacheBlockQueue:
         tail = self.fake_free_list_tail
         if taken and taken[-1] is tail:
             taken.pop()
-        before = self.fake_free_list_head
-        for block in taken:
-            before.next_free_block = block
-            block.prev_free_block = before
-            before = block
-        before.next_free_block = tail
-        tail.prev_free_block = before
+        _link(self.fake_free_list_head, taken, tail)
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take `block` out from wherever it is. O(1). It must be in this queue, which is not checked.
@@ -169,12 +157,7 @@ class FreeKVCacheBlockQueue:
         before = tail.prev_free_block
         if before is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        for block in blocks:
-            block.prev_free_block = before
-            before.next_free_block = block
-            before = block
-        before.next_free_block = tail
-        tail.prev_free_block = before
+        _link(before, list(blocks), tail)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -185,16 +168,11 @@ class FreeKVCacheBlockQueue:
         """
         if not blocks:
             return
-        before = self.fake_free_list_head
-        after = before.next_free_block
+        head = self.fake_free_list_head
+        after = head.next_free_block
         if after is None:
             raise CorruptedPoolError("the head of the free queue has no next_free_block")
-        for block in blocks:
-            block.prev_free_block = before
-            before.next_free_block = block
-            before = block
-        before.next_free_block = after
-        after.prev_free_block = before
+        _link(head, list(blocks), after)
         self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
@@ -224,3 +202,13 @@ class FreeKVCacheBlockQueue:
         while block is not None and block is not self.fake_free_list_tail:
             yield block
             block = block.next_free_block
+
+
+def _link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:
+    """Link `before`, then `blocks` in order, then `after`."""
+    for block in blocks:
+        block.prev_free_block = before
+        before.next_free_block = block
+        before = block
+    before.next_free_block = after
+    after.prev_free_block = before
