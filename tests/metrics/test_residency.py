@@ -1,5 +1,6 @@
 import random
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -102,3 +103,32 @@ def test_a_pool_tells_its_collector_of_every_stay(clock):
     pool.get_new_blocks(1)
     assert collector.drain_events() == [KVCacheEvictionEvent(6.0, 3.0, (2.0,))]
     assert list(collector.block_metrics) == [1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_stays_agree_with_a_slow_model(clock, seed):
+    """The model keeps every time of every stay; the dice of the collector are its own."""
+    rng = random.Random(seed)
+    collector = KVCacheMetricsCollector(0.6)
+    stays, expected = {}, []
+    for _ in range(300):
+        clock.advance(rng.randrange(5))
+        block = KVCacheBlock(rng.randrange(6))
+        call = rng.choice(["allocated", "accessed", "accessed", "evicted"])
+        getattr(collector, f"on_block_{call}")(block)
+        if call == "allocated":
+            if collector.block_metrics.get(block.block_id) is not stays.get(block.block_id, (None,))[0]:
+                stays[block.block_id] = (collector.block_metrics[block.block_id], clock.now_ns, [])
+        elif block.block_id in stays:
+            _, born, accesses = stays[block.block_id]
+            if call == "accessed":
+                accesses.append(clock.now_ns)
+            else:
+                last = accesses[-4:]
+                gaps = tuple((late - early) / 1e9 for early, late in pairwise(last))
+                idle = clock.now_ns - (accesses[-1] if accesses else born)
+                expected.append(KVCacheEvictionEvent((clock.now_ns - born) / 1e9, idle / 1e9, gaps))
+                del stays[block.block_id]
+        assert set(collector.block_metrics) == set(stays)
+    assert expected
+    assert collector.drain_events() == expected
