@@ -119,15 +119,13 @@ class BlockHasher:
     def hash_request(self, request: CacheableRequest) -> list[BlockHash]:
         """Hashes of the full blocks that `request.block_hashes` does not cover yet. Changes nothing.
 
-        Appended tokens cost their own blocks only.
+        Appended tokens cost their own blocks only. The tokens of a partial block at the end are checked too.
         Raises: as `hash_blocks`.
         """
         known = request.block_hashes
         start = len(known) * self.block_size
         token_ids = request.all_token_ids[start:]
         num_blocks = len(token_ids) // self.block_size
-        if num_blocks == 0:
-            return []
         extra_keys: list[ExtraKeys | None] = []
         if request.lora_request or request.mm_features or (request.cache_salt and start == 0):
             for first in range(start, start + num_blocks * self.block_size, self.block_size):

@@ -8,6 +8,7 @@ multimodal input that reaches into the block (offset = its start minus the block
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kv_pool.errors import InvalidTypeError
 from kv_pool.ids import BlockHash
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
@@ -57,6 +58,24 @@ def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKey
     if start == 0 and salt:
         keys.append(("cache_salt", salt))
     return tuple(keys) if keys else None
+
+
+def check_announceable(request: CacheableRequest) -> None:
+    """Read whatever an event about `request` will need.
+
+    Raises:
+        InvalidTypeError: something is not there or not what it should be; says what.
+    """
+    try:
+        find_extra_keys(request, 0, 1)
+        lora = request.lora_request
+        read: list[Any] = [request.session_id, list(request.all_token_ids[0:0])]
+        if lora:
+            read += [lora.adapter_id, lora.name]
+        for feature in request.mm_features or ():
+            read += [feature.identifier, feature.mm_position.offset + feature.mm_position.length]
+    except (AttributeError, TypeError) as error:
+        raise InvalidTypeError(f"the request can not be announced in an event: {error}") from error
 
 
 def untag_extra_keys(keys: ExtraKeys | None) -> tuple[Any, ...] | None:

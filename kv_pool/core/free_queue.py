@@ -1,12 +1,14 @@
 """`FreeKVCacheBlockQueue`: the free blocks, next to be reused first."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
     InvalidBlockError,
+    InvalidTypeError,
     OutOfBlocksError,
 )
 
@@ -27,19 +29,23 @@ class FreeKVCacheBlockQueue:
     Contract: vLLM 0.33 `FreeKVCacheBlockQueue`.
     """
 
+    # A class attribute, since compiled code must not read the others where __init__ never ran.
+    _is_made: bool = False
+
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.num_free_blocks: int = len(blocks)
+        listed: list[KVCacheBlock] = list(blocks)
+        self.num_free_blocks: int = len(listed)
         self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
         self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)
-        _link(self.fake_free_list_head, list(blocks), self.fake_free_list_tail)
+        self._is_made = True
+        _link(self.fake_free_list_head, listed, self.fake_free_list_tail)
 
     def __del__(self) -> None:
         # Linked blocks hold each other alive, and compiled blocks are invisible to the cyclic GC.
         # A link is cut only where both ends agree: the blocks may be in a younger queue by now.
-        try:
-            block = self.fake_free_list_head
-        except AttributeError:  # __init__ never ran
+        if not self._is_made:
             return
+        block = self.fake_free_list_head
         after = block.next_free_block
         while after is not None and after.prev_free_block is block:
             block.next_free_block = None
@@ -139,9 +145,9 @@ class FreeKVCacheBlockQueue:
         before = tail.prev_free_block
         if before is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        before.next_free_block = block
         block.prev_free_block = before
         block.next_free_block = tail
+        before.next_free_block = block
         tail.prev_free_block = block
         self.num_free_blocks += 1
 
@@ -149,31 +155,35 @@ class FreeKVCacheBlockQueue:
         """Put `blocks` at the back in the given order; the last one is reused last. O(len(blocks)).
 
         Raises:
-            CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
+            CorruptedPoolError: the tail sentinel is not linked.
+            InvalidTypeError: not a block. In both cases nothing has changed.
         """
-        if not blocks:
+        listed: list[KVCacheBlock] = list(blocks)
+        if not listed:
             return
         tail = self.fake_free_list_tail
         before = tail.prev_free_block
         if before is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        _link(before, list(blocks), tail)
-        self.num_free_blocks += len(blocks)
+        _link(before, listed, tail)
+        self.num_free_blocks += len(listed)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` at the front in the given order; the first one is reused next. O(len(blocks)).
 
         Raises:
-            CorruptedPoolError: the head sentinel is not linked. Nothing has changed.
+            CorruptedPoolError: the head sentinel is not linked.
+            InvalidTypeError: not a block. In both cases nothing has changed.
         """
-        if not blocks:
+        listed: list[KVCacheBlock] = list(blocks)
+        if not listed:
             return
         head = self.fake_free_list_head
         after = head.next_free_block
         if after is None:
             raise CorruptedPoolError("the head of the free queue has no next_free_block")
-        _link(head, list(blocks), after)
-        self.num_free_blocks += len(blocks)
+        _link(head, listed, after)
+        self.num_free_blocks += len(listed)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """The free blocks, next to be reused first. O(num_free_blocks).
@@ -205,10 +215,25 @@ class FreeKVCacheBlockQueue:
 
 
 def _link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:
-    """Link `before`, then `blocks` in order, then `after`."""
-    for block in blocks:
-        block.prev_free_block = before
-        before.next_free_block = block
-        before = block
-    before.next_free_block = after
-    after.prev_free_block = before
+    """Link `before`, then `blocks` in order, then `after`; on an element that is no block, none of it."""
+    last = before
+    try:
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+    except (AttributeError, TypeError) as error:
+        before.next_free_block = after
+        position = 0
+        elements: list[Any] = cast(list[Any], blocks)
+        for element in elements:
+            if not isinstance(element, KVCacheBlock):
+                break
+            element.prev_free_block = None
+            element.next_free_block = None
+            position += 1
+        raise InvalidTypeError(
+            f"the free queue takes blocks; element {position} is a {type(elements[position]).__name__}"
+        ) from error
+    last.next_free_block = after
+    after.prev_free_block = last

@@ -4,10 +4,11 @@
     Q2  for every step a -> b:  b.prev_free_block is a;  head has no prev, tail no next
     Q3  linked(b)  <=>  b.ref_cnt == 0 and not b.is_null;  otherwise both its links are None
     P1  num_free_blocks + |in use| + 1 (the null block) == num_gpu_blocks == len(blocks)
-    P2  the map holds (h, b)  <=>  b carries h
+    P2  the map holds (h, b)  <=>  b carries h, as its primary or a secondary key
     P3  blocks[i].block_id == i, and blocks[i] knows this pool as its own
     P4  block 0, and only block 0, is null; it carries no hash
     P5  b.ref_cnt >= 0
+    P6  a block with secondary keys has a primary key, which is not among them
     M1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
 
 `check(pool)` raises CorruptedPoolError naming the first that fails. Never compiled: it is for tests,
@@ -81,7 +82,19 @@ def check_blocks(pool: BlockPool) -> None:
 
 
 def check_prefix_map(pool: BlockPool) -> None:
-    """M1, P2. O(number of blocks)."""
+    """M1, P2, P6. O(number of blocks and keys)."""
+    carried: set[tuple[bytes, int]] = set()
+    for block in pool.blocks:
+        if block.block_hash is not None:
+            carried.add((block.block_hash, block.block_id))
+    for block_id, keys in pool.cached_block_hashes_by_block.items():
+        primary = pool.blocks[block_id].block_hash
+        if primary is None or primary in keys or not keys:
+            raise CorruptedPoolError(
+                f"P6: block {block_id} has the secondary keys {sorted(key.hex() for key in keys)} "
+                f"beside the primary key {primary.hex() if primary else None}"
+            )
+        carried.update((key, block_id) for key in keys)
     mapped: set[tuple[bytes, int]] = set()
     for key, entry in pool.cached_block_hash_to_block._cache.items():
         copies = {entry.block_id: entry} if isinstance(entry, KVCacheBlock) else entry
@@ -90,13 +103,10 @@ def check_prefix_map(pool: BlockPool) -> None:
         for block_id, block in copies.items():
             if block.block_id != block_id:
                 raise CorruptedPoolError(f"M1: block {block.block_id} is mapped under the id {block_id}")
-            if block.block_hash != key:
+            if (key, block_id) not in carried:
                 raise CorruptedPoolError(
                     f"P2: the map has block {block_id} under {key.hex()}, which it does not carry"
                 )
             mapped.add((key, block_id))
-    for block in pool.blocks:
-        if block.block_hash is not None and (block.block_hash, block.block_id) not in mapped:
-            raise CorruptedPoolError(
-                f"P2: block {block.block_id} carries {block.block_hash.hex()}, which is not in the map"
-            )
+    for unmapped, block_id in carried - mapped:
+        raise CorruptedPoolError(f"P2: block {block_id} carries {unmapped.hex()}, which is not in the map")

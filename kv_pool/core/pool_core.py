@@ -1,24 +1,17 @@
-"""`BlockPoolCore`: all of `BlockPool` that compiles. Use `kv_pool.BlockPool`."""
+"""`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
-from weakref import ref
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, untag_extra_keys
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
-from kv_pool.core.kv_events import (
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-)
+from kv_pool.core.kv_events import MEDIUM_GPU, AllBlocksCleared
 from kv_pool.core.observer import BlockObserver
+from kv_pool.core.prefix_cache import PrefixCache, evict, raise_typed
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -26,34 +19,10 @@ from kv_pool.errors import (
     InvalidTypeError,
     OutOfBlocksError,
 )
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
-
-_MAX_GROUP_ID = 2**32 - 1
-_GROUP_0 = b"\0\0\0\0"
-
-
-def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
-    """The prefix map's key: the hash, then the group id as 4 bytes big-endian.
-
-    Raises:
-        InvalidArgumentError: `group_id` does not fit into 4 bytes unsigned.
-    """
-    return BlockHashWithGroupId(block_hash + _group_suffix(group_id))
-
-
-def _group_suffix(group_id: int) -> bytes:
-    if group_id < 0 or group_id > _MAX_GROUP_ID:
-        raise InvalidArgumentError(f"KV cache group id {group_id} is not in 0..{_MAX_GROUP_ID}")
-    return group_id.to_bytes(4, "big")
-
-
-def make_external_block_hash(block_hash: bytes) -> ExternalBlockHash:
-    """A block hash as events carry it: its last 8 bytes as an unsigned big-endian integer."""
-    return int.from_bytes(block_hash[-8:], "big")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class BlockPoolCore:
+class BlockPoolCore(PrefixCache):
     """See `BlockPool`."""
 
     def __init__(
@@ -63,25 +32,22 @@ class BlockPoolCore:
         hash_block_size: int,
         enable_kv_cache_events: bool = False,
         metrics_collector: BlockObserver | None = None,
+        num_hash_lookahead_tokens: int = 0,
         medium: str = MEDIUM_GPU,
     ) -> None:
         if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 1:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
-        if not isinstance(hash_block_size, int) or hash_block_size < 1:
-            raise InvalidArgumentError(
-                f"hash_block_size is {hash_block_size!r}; it counts tokens, at least 1"
-            )
+        super().__init__(
+            hash_block_size,
+            enable_kv_cache_events,
+            metrics_collector,
+            num_hash_lookahead_tokens,
+            medium,
+        )
         self.num_gpu_blocks: int = num_gpu_blocks
         self.enable_caching: bool = enable_caching
-        self.hash_block_size: int = hash_block_size
-        self.enable_kv_cache_events: bool = enable_kv_cache_events
-        self.metrics_collector: BlockObserver | None = metrics_collector
-        self.medium: str = medium
-        self.num_evictions: int = 0
-
-        self._owner: Any = ref(self)
         blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         for block in blocks:
             block._owner = self._owner
@@ -90,19 +56,9 @@ class BlockPoolCore:
         self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
         gc.collect(0)
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
-        self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
+        self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
-        self._kv_event_queue: list[KVCacheEvent] = []
-
-    @property
-    def kv_event_queue(self) -> list[KVCacheEvent]:
-        """Events since the last `take_events()`. A property, so that a subclass may redirect it."""
-        return self._kv_event_queue
-
-    @kv_event_queue.setter
-    def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
-        self._kv_event_queue = events
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -135,6 +91,8 @@ class BlockPoolCore:
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
         blocks = queue.popleft_n(num_blocks)
+        if self._reuse_watchers:
+            self._tell_watchers(blocks)
         caching = self.enable_caching
         observer = self.metrics_collector
         if observer is None:
@@ -142,7 +100,7 @@ class BlockPoolCore:
                 if block.ref_cnt != 0:
                     self._undo_take(blocks, block)
                 if block._block_hash is not None and caching:
-                    _evict(self, block)
+                    evict(self, block)
                 block.ref_cnt = 1
         else:
             for block in blocks:
@@ -151,7 +109,7 @@ class BlockPoolCore:
                 if caching:
                     observer.on_block_evicted(block)
                     if block._block_hash is not None:
-                        _evict(self, block)
+                        evict(self, block)
                 block.ref_cnt = 1
                 observer.on_block_allocated(block)
         return blocks
@@ -166,6 +124,13 @@ class BlockPoolCore:
             f"block {culprit.block_id} is in the free queue with ref_cnt {culprit.ref_cnt}; "
             "only touch() may reference a free block"
         )
+
+    def _tell_watchers(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Call, once and in order, whoever waits for these blocks to be reused."""
+        for block in blocks:
+            on_reuse = self._reuse_watchers.pop(block.block_id, None)
+            if on_reuse is not None:
+                on_reuse(block)
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add one reference to each block; a free one leaves the free queue. Its hash stays.
@@ -188,9 +153,13 @@ class BlockPoolCore:
                 if block.is_null:
                     continue
                 if block.ref_cnt == 0:
-                    if block.next_free_block is None or block.prev_free_block is None:
+                    if (
+                        block.next_free_block is None
+                        or block.prev_free_block is None
+                        or (block._owner is None and not self._is_free_here(block))
+                    ):
                         raise InvalidBlockError(
-                            f"block {block.block_id} has ref_cnt 0 but is not in the free queue: {block!r}"
+                            f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
                         )
                     freed.append(block)
                 block.ref_cnt += 1
@@ -198,7 +167,7 @@ class BlockPoolCore:
             for block in listed[:index]:
                 if not block.is_null:
                     block.ref_cnt -= 1
-            _raise_typed(error, listed, index, "touch()")
+            raise_typed(error, listed, index, "touch()")
         queue = self.free_block_queue
         for block in freed:
             queue.remove(block)
@@ -261,7 +230,7 @@ class BlockPoolCore:
             for block in listed[:index]:
                 if not block.is_null and (block._owner is owner or block._owner is None):
                     block.ref_cnt += 1
-            _raise_typed(error, listed, index, "free_blocks()")
+            raise_typed(error, listed, index, "free_blocks()")
         queue = self.free_block_queue
         if reused_first:
             queue.prepend_n(reused_first)
@@ -271,6 +240,48 @@ class BlockPoolCore:
             for pool, theirs in by_pool.values():
                 pool.free_blocks(theirs)
 
+    def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
+        """Drop one reference of each block, and be told when the block is reused.
+
+        Those at zero go to the back of the queue, with or without hash: their content stays readable as long
+        as possible. `on_reuse(block)` is called once, when `get_new_blocks` is about to hand the block out
+        (it still has its hash, and no event is out), or when the prefix cache is reset; touching, freeing or
+        evicting leaves it waiting, and a later `on_reuse` of the same block replaces it.
+
+        Raises:
+            InvalidBlockError: a block is null, free, or listed more often than it is referenced.
+            InvalidTypeError: not a block. In both cases nothing has changed.
+        Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
+        """
+        listed: list[KVCacheBlock] = list(blocks)
+        released: list[KVCacheBlock] = []
+        index = -1
+        try:
+            for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
+                if block.is_null or block.ref_cnt < 1:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
+                        "unpin_blocks() takes blocks that are in use"
+                    )
+                block.ref_cnt -= 1
+                if block.ref_cnt == 0:
+                    released.append(block)
+        except Exception as error:
+            for block in listed[:index]:
+                block.ref_cnt += 1
+            raise_typed(error, listed, index, "unpin_blocks()")
+        for block in listed:
+            self._reuse_watchers[block.block_id] = on_reuse
+        self.free_block_queue.append_n(released)
+
+    def is_block_writable(self, block: KVCacheBlock) -> bool:
+        """May its only holder write into the block? Not if it is null, shared, free or cached."""
+        return not block.is_null and block.ref_cnt == 1 and block._block_hash is None
+
+    def _is_free_here(self, block: KVCacheBlock) -> bool:
+        """Is this bare block in our queue, not in another's? O(num_free_blocks), for bare blocks only."""
+        return any(free is block for free in self.free_block_queue.iter_blocks_after(None))
+
     def _check_bare(self, block: KVCacheBlock, call: str) -> None:
         """Raise unless `block`, which is not marked as ours, was made outside any pool (or is null)."""
         if block._owner is not None and not block.is_null:
@@ -278,211 +289,7 @@ class BlockPoolCore:
                 f"block {block.block_id} belongs to another pool; {call} takes blocks of this one"
             )
 
-    # ---- prefix cache ----------------------------------------------------------------------------
-
-    def get_cached_block(
-        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
-    ) -> list[KVCacheBlock] | None:
-        """The blocks that hold this prefix in all of these groups, in their order, or None.
-
-        All or nothing: a miss in one group is a miss. Of several copies the oldest is returned. Only
-        looks; `touch()` what you mean to keep. O(number of groups).
-        Contract: vLLM 0.33 `BlockPool.get_cached_block`.
-        """
-        found: list[KVCacheBlock] = []
-        cache = self.cached_block_hash_to_block
-        for group_id in kv_cache_group_ids:
-            suffix = _GROUP_0 if group_id == 0 else _group_suffix(group_id)
-            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
-            if block is None:
-                return None
-            found.append(block)
-        return found
-
-    def find_cached_prefix(
-        self,
-        block_hashes: Sequence[BlockHash],
-        max_num_blocks: int,
-        kv_cache_group_id: int = 0,
-    ) -> list[KVCacheBlock]:
-        """The blocks that hold the longest cached prefix of a sequence, head first.
-
-        Args:
-            block_hashes: the sequence's hashes at this group's block size, head first.
-            max_num_blocks: look at no more than this many; 0 or less gives [].
-
-        Stops at the first miss. Only looks. One call for what `get_cached_block` needs one call per block:
-        O(blocks found + 1).
-        """
-        suffix = _group_suffix(kv_cache_group_id)
-        found: list[KVCacheBlock] = []
-        if max_num_blocks <= 0:
-            return found
-        cache = self.cached_block_hash_to_block
-        entries = cache._cache
-        for block_hash in block_hashes[:max_num_blocks]:
-            key = BlockHashWithGroupId(block_hash + suffix)
-            entry = entries.get(key)
-            if isinstance(entry, KVCacheBlock):
-                found.append(entry)
-            elif entry is None:
-                break
-            else:
-                block = cache.get_one_block(key)
-                if block is None:
-                    break
-                found.append(block)
-        return found
-
-    def cache_full_blocks(
-        self,
-        request: CacheableRequest,
-        blocks: Sequence[KVCacheBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        block_mask: Sequence[bool] | None = None,
-    ) -> None:
-        """Make the request's blocks `[num_cached_blocks, num_full_blocks)` findable by their prefix.
-
-            |<- num_cached_blocks ->|<- keyed by this call ->|
-            |<------------- num_full_blocks ---------------->|  partial
-            blocks: the request's whole table
-
-        Args:
-            request: gives `block_hashes`, at `hash_block_size`; with events on also its tokens, adapter,
-                multimodal inputs, salt and session.
-            block_size: tokens per block of this group, a multiple of `hash_block_size`; block i then has
-                the last fine hash inside it.
-            block_mask: one flag per block of the range; False skips the block as if it were null.
-
-        Null and masked blocks are skipped. A block that is cached already is keyed anew if its old hash
-        covers fewer tokens (promotion; one `BlockRemoved`). Caches whatever `enable_caching` says.
-        With events on and a range that is not empty: exactly one `BlockStored`, after the removals.
-
-        Raises:
-            InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
-            InvalidBlockError: a block is free, or cached for as many tokens or more.
-            InvalidTypeError: not a block. In all cases nothing has changed.
-        Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
-        """
-        if num_cached_blocks >= num_full_blocks:
-            return
-        suffix = _group_suffix(kv_cache_group_id)
-        range_blocks: list[KVCacheBlock] = list(blocks[num_cached_blocks:num_full_blocks])
-        num_blocks = num_full_blocks - num_cached_blocks
-        if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
-            raise InvalidArgumentError(
-                f"blocks {num_cached_blocks}..{num_full_blocks} of a table of {len(blocks)} blocks"
-            )
-        if block_mask is not None and len(block_mask) != num_blocks:
-            raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
-        hashes = self._hashes_of(request, num_cached_blocks, num_full_blocks, block_size)
-        owner = self._owner
-        num_tokens = num_cached_blocks * block_size
-        keep: list[bool] = []
-        index = -1
-        try:
-            for index, block in enumerate(range_blocks):
-                num_tokens += block_size
-                if block.is_null or (block_mask is not None and not block_mask[index]):
-                    keep.append(False)
-                    continue
-                keep.append(True)
-                if block._block_hash is not None:
-                    covered = block._block_hash_num_tokens
-                    if covered is None or covered >= num_tokens:
-                        raise InvalidBlockError(
-                            f"block {block.block_id} is cached for {covered} tokens already; only a hash "
-                            f"over more than that replaces it, this one covers {num_tokens}"
-                        )
-                if block.ref_cnt <= 0 and block._owner is owner:
-                    raise InvalidBlockError(
-                        f"block {block.block_id} is free; only blocks in use can be cached"
-                    )
-        except Exception as error:
-            _raise_typed(error, range_blocks, index, "cache_full_blocks()")
-
-        cache = self.cached_block_hash_to_block
-        num_tokens = num_cached_blocks * block_size
-        for index, block in enumerate(range_blocks):
-            num_tokens += block_size
-            if not keep[index]:
-                continue
-            if block._block_hash is not None:
-                _evict(self, block)
-            key = BlockHashWithGroupId(hashes[index] + suffix)
-            block._block_hash = key
-            block._block_hash_num_tokens = num_tokens
-            cache.insert(key, block)
-        if self.enable_kv_cache_events:
-            self._announce_stored(request, hashes, keep, num_cached_blocks, block_size, kv_cache_group_id)
-
-    def _hashes_of(self, request: CacheableRequest, first: int, end: int, block_size: int) -> list[BlockHash]:
-        """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
-        stride = block_size // self.hash_block_size
-        if stride < 1 or stride * self.hash_block_size != block_size:
-            raise InvalidArgumentError(
-                f"block_size {block_size} is not a multiple of hash_block_size {self.hash_block_size}"
-            )
-        fine = request.block_hashes
-        if len(fine) < end * stride:
-            raise InvalidArgumentError(
-                f"request has {len(fine)} block hashes of {self.hash_block_size} tokens; caching its first "
-                f"{end} blocks of {block_size} tokens needs {end * stride}"
-            )
-        if stride == 1:
-            return list(fine[first:end])
-        # A fine hash covers everything before it, so the last one in a block identifies the block.
-        return [fine[(index + 1) * stride - 1] for index in range(first, end)]
-
-    def _announce_stored(
-        self,
-        request: CacheableRequest,
-        hashes: list[BlockHash],
-        keep: list[bool],
-        first: int,
-        block_size: int,
-        group_id: int,
-    ) -> None:
-        """Append the one `BlockStored` for blocks `[first, first + len(hashes))` of `request`."""
-        parent: ExternalBlockHash | None = None
-        if first:
-            parent = make_external_block_hash(self._hashes_of(request, first - 1, first, block_size)[0])
-        stored: list[ExternalBlockHash] = []
-        extra_keys: list[tuple[Any, ...] | None] = []
-        for index, kept in enumerate(keep):
-            if kept:
-                start = (first + index) * block_size
-                stored.append(make_external_block_hash(hashes[index]))
-                extra_keys.append(untag_extra_keys(find_extra_keys(request, start, start + block_size)))
-        lora = request.lora_request
-        self.kv_event_queue.append(
-            BlockStored(
-                block_hashes=stored,
-                parent_block_hash=parent,
-                token_ids=list(
-                    request.all_token_ids[first * block_size : (first + len(hashes)) * block_size]
-                ),
-                block_size=block_size,
-                lora_id=lora.adapter_id if lora else None,
-                medium=self.medium,
-                lora_name=lora.name if lora else None,
-                extra_keys=extra_keys or None,
-                group_idx=group_id,
-                session_id=request.session_id,
-            )
-        )
-
-    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
-        """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
-
-        vLLM's Mamba manager calls this one by name.
-        """
-        if self.metrics_collector is not None:
-            self.metrics_collector.on_block_evicted(block)
-        return _evict(self, block)
+    # ---- evicting --------------------------------------------------------------------------------
 
     def evict_blocks(self, block_ids: Collection[int]) -> None:
         """Make these blocks unfindable, free or in use; references and queue places stay as they are.
@@ -521,6 +328,9 @@ class BlockPoolCore:
             return False
         self.num_evictions += len(self.cached_block_hash_to_block)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.cached_block_hashes_by_block.clear()
+        if self._reuse_watchers:
+            self._tell_watchers([self.blocks[block_id] for block_id in list(self._reuse_watchers)])
         for block in self.blocks:
             block._block_hash = None
             block._block_hash_num_tokens = None
@@ -543,36 +353,6 @@ class BlockPoolCore:
             return 0
         return 1.0 - self.free_block_queue.num_free_blocks / num_allocatable
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """Hand over the events since the last call, oldest first; the list is the caller's to change."""
-        if not self.enable_kv_cache_events:
-            return []
-        events = self.kv_event_queue
-        self.kv_event_queue = []
-        return events
-
-
-# A function, since a compiled method that subclasses may override is looked up by name at each call.
-def _evict(pool: BlockPoolCore, block: KVCacheBlock) -> bool:
-    """Drop the block's hash; True, an event and a count if the prefix map knew it."""
-    key = block._block_hash
-    if key is None:
-        return False
-    block._block_hash = None
-    block._block_hash_num_tokens = None
-    if pool.cached_block_hash_to_block.pop(key, block.block_id) is None:
-        return False
-    pool.num_evictions += 1
-    if pool.enable_kv_cache_events:
-        pool.kv_event_queue.append(
-            BlockRemoved(
-                block_hashes=[make_external_block_hash(key[:-4])],
-                medium=pool.medium,
-                group_idx=int.from_bytes(key[-4:], "big"),
-            )
-        )
-    return True
-
 
 def _group_by_pool(
     blocks: list[KVCacheBlock],
@@ -593,13 +373,3 @@ def _group_by_pool(
         references[id(block)] = left
         by_pool.setdefault(id(pool), (pool, []))[1].append(block)
     return by_pool
-
-
-def _raise_typed(error: Exception, listed: Sequence[object], index: int, call: str) -> None:
-    """Raise `error`, or an InvalidTypeError where it came from an element that is not a block."""
-    for position, element in enumerate(listed):
-        if not isinstance(element, KVCacheBlock):
-            raise InvalidTypeError(
-                f"{call} takes blocks; element {position} is a {type(element).__name__}"
-            ) from error
-    raise error

@@ -1,12 +1,14 @@
 """`KVCacheManager`: gives a scheduler's requests their block tables."""
 
 from dataclasses import dataclass
+from operator import index
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
-from kv_pool.core.pool_core import make_block_hash_with_group_id
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.request import SchedulableRequest
 
@@ -129,6 +131,11 @@ class KVCacheManager:
         pool = self.block_pool
         request_id = request.request_id
         table = self._tables.get(request_id)
+        try:
+            num_new_tokens = index(num_new_tokens)
+            num_computed_tokens = index(request.num_computed_tokens)
+        except TypeError as error:
+            raise InvalidTypeError(f"num_new_tokens and num_computed_tokens count tokens: {error}") from error
         if num_new_tokens < 0:
             raise InvalidArgumentError(f"num_new_tokens is {num_new_tokens}; it counts tokens, 0 or more")
         hits: list[KVCacheBlock] = []
@@ -136,7 +143,7 @@ class KVCacheManager:
             self._check_prefix(request, cached_prefix, table)
             hits = cached_prefix.blocks
         num_held = 0 if table is None else len(table.blocks)
-        num_tokens = request.num_computed_tokens + len(hits) * self.block_size + num_new_tokens
+        num_tokens = num_computed_tokens + len(hits) * self.block_size + num_new_tokens
         num_blocks = -(-num_tokens // self.block_size)
         num_new_blocks = max(0, num_blocks - num_held - len(hits))
         num_free_hits = 0
@@ -148,7 +155,8 @@ class KVCacheManager:
         num_to_cache = 0
         if pool.enable_caching and not delay_cache_blocks:
             num_to_cache = min(num_tokens, request.num_tokens) // self.block_size
-            self._check_hashes(request, num_to_cache)
+            num_cached = len(hits) if table is None else table.num_cached_blocks
+            self._check_cacheable(request, num_cached, num_to_cache)
 
         # Hits first: until they are touched, they may be among the blocks that get_new_blocks takes.
         if hits:
@@ -181,7 +189,7 @@ class KVCacheManager:
                 f"request {request.request_id!r} has slots for {len(table.blocks) * self.block_size} tokens, "
                 f"not {num_computed_tokens}; call allocate_slots() first"
             )
-        self._check_hashes(request, num_full_blocks)
+        self._check_cacheable(request, table.num_cached_blocks, num_full_blocks)
         if self.block_pool.enable_caching and num_full_blocks > table.num_cached_blocks:
             self._cache(request, table, num_full_blocks)
 
@@ -235,13 +243,27 @@ class KVCacheManager:
         )
         table.num_cached_blocks = num_full_blocks
 
-    def _check_hashes(self, request: SchedulableRequest, num_full_blocks: int) -> None:
-        num_hashed = len(request.block_hashes) // self._stride
+    def _check_cacheable(
+        self, request: SchedulableRequest, num_cached_blocks: int, num_full_blocks: int
+    ) -> None:
+        """Raise now what caching blocks `[num_cached_blocks, num_full_blocks)` would raise later."""
+        if num_full_blocks <= num_cached_blocks:
+            return
+        hashes = request.block_hashes
+        num_hashed = len(hashes) // self._stride
         if num_full_blocks > num_hashed:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} has hashes for {num_hashed} blocks of {self.block_size} "
                 f"tokens; {num_full_blocks} are full. Was its hasher made with another block size?"
             )
+        for block_hash in hashes[num_cached_blocks * self._stride : num_full_blocks * self._stride]:
+            if not isinstance(block_hash, bytes):
+                raise InvalidTypeError(
+                    f"a block hash of request {request.request_id!r} is a {type(block_hash).__name__}; "
+                    "hashes are bytes"
+                )
+        if self.block_pool.enable_kv_cache_events:
+            check_announceable(request)
 
     def _check_prefix(
         self, request: SchedulableRequest, prefix: CachedPrefix, table: BlockTable | None
@@ -257,10 +279,10 @@ class KVCacheManager:
         if prefix.num_evictions == self.block_pool.num_evictions:
             return
         hashes = request.block_hashes
-        for index, block in enumerate(prefix.blocks):
-            block_hash = hashes[(index + 1) * self._stride - 1]
+        for position, block in enumerate(prefix.blocks):
+            block_hash = hashes[(position + 1) * self._stride - 1]
             if block.block_hash != make_block_hash_with_group_id(block_hash, _GROUP_ID):
                 raise InvalidBlockError(
-                    f"block {block.block_id}, position {index} of the cached prefix of request "
+                    f"block {block.block_id}, position {position} of the cached prefix of request "
                     f"{request.request_id!r}, has been given to somebody else since; look it up again"
                 )

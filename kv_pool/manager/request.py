@@ -113,8 +113,9 @@ class Request:
         Raises:
             InvalidArgumentError, InvalidTypeError: not token ids; nothing has changed.
         """
+        appended = list(token_ids)
         num_tokens = len(self.all_token_ids)
-        self.all_token_ids.extend(token_ids)
+        self.all_token_ids.extend(appended)
         try:
             self.block_hashes.extend(self._hasher.hash_request(self))
         except Exception:

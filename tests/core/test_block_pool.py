@@ -10,6 +10,7 @@ from kv_pool import (
     BlockPool,
     BlockRemoved,
     CorruptedPoolError,
+    FreeKVCacheBlockQueue,
     InvalidArgumentError,
     InvalidBlockError,
     KVCacheBlock,
@@ -194,8 +195,13 @@ def test_a_bare_block_can_only_be_touched_while_it_is_referenced():
     bare = KVCacheBlock(1000, ref_cnt=1)
     pool.touch([bare])
     assert bare.ref_cnt == 2
+    elsewhere = KVCacheBlock(1002)
+    other_queue = FreeKVCacheBlockQueue([elsewhere])
+    with pytest.raises(InvalidBlockError, match="block 1002 has ref_cnt 0"):
+        pool.touch([elsewhere])
+    assert other_queue.popleft() is elsewhere
     never_free = KVCacheBlock(1001)
-    with pytest.raises(RuntimeError, match="block 1001 has ref_cnt 0 but is not in the free queue"):
+    with pytest.raises(RuntimeError, match="block 1001 has ref_cnt 0 but is not in this pool"):
         pool.touch([pool.blocks[1], never_free])
     assert state(pool) == "free: 1"
 

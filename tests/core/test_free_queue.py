@@ -220,3 +220,41 @@ def test_random_calls_agree_with_a_list(seed):
         out += some
         assert order(queue) == [block.block_id for block in model]
         assert all(is_unlinked(block) for block in out)
+
+
+@pytest.mark.parametrize("call", ["append_n", "prepend_n"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("wrong", [None, 7, "block"])
+def test_something_that_is_no_block_links_nothing(call, position, wrong):
+    _, queue = make_queue(2)
+    listed = [KVCacheBlock(5), KVCacheBlock(6)]
+    fresh = list(listed)
+    listed.insert(position, wrong)
+    with pytest.raises(TypeError):
+        getattr(queue, call)(listed)
+    assert order(queue) == [0, 1]
+    assert queue.num_free_blocks == 2
+    assert all(is_unlinked(block) for block in fresh)
+
+
+@pytest.mark.parametrize("wrong", [None, 7, "block"])
+def test_appending_something_that_is_no_block_changes_nothing(wrong):
+    _, queue = make_queue(2)
+    with pytest.raises((TypeError, AttributeError)):
+        queue.append(wrong)
+    assert order(queue) == [0, 1]
+
+
+def test_any_iterable_of_blocks_can_be_appended():
+    _, queue = make_queue(1)
+    queue.append_n(KVCacheBlock(block_id) for block_id in (5, 6))
+    queue.prepend_n(iter([KVCacheBlock(7)]))
+    assert order(queue) == [7, 0, 5, 6]
+
+
+def test_a_queue_that_could_not_be_made_is_dropped_in_peace():
+    """A compiled destructor runs even where the constructor did not, and once read what was not there."""
+    for arguments in ((), (None,), ([1],), ([KVCacheBlock(1), None],), ([], [])):
+        with pytest.raises(TypeError):
+            FreeKVCacheBlockQueue(*arguments)
+    gc.collect()

@@ -89,6 +89,14 @@ def map_under_a_wrong_id(pool):
     pool.cached_block_hash_to_block._cache[hash_of(1) + GROUP] = {7: blocks(pool, 1)[0]}
 
 
+def keep_a_secondary_key_without_a_primary(pool):
+    pool.cached_block_hashes_by_block[5] = {b"x": None}
+
+
+def carry_an_unmapped_secondary_key(pool):
+    pool.cached_block_hashes_by_block[1] = {b"x": None}
+
+
 @pytest.mark.parametrize(
     ("damage", "broken"),
     [
@@ -109,6 +117,8 @@ def map_under_a_wrong_id(pool):
         (go_below_zero, "P5"),
         (forget_a_mapped_block, "P2"),
         (carry_an_unmapped_hash, "P2"),
+        (keep_a_secondary_key_without_a_primary, "P6"),
+        (carry_an_unmapped_secondary_key, "P2"),
         (leave_an_empty_entry, "M1"),
         (map_under_a_wrong_id, "M1"),
     ],

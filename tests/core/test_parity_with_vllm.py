@@ -20,10 +20,11 @@ NUM_STEPS = 400
 class Side:
     """One implementation: a pool, a neighbour pool, and what requests hold."""
 
-    def __init__(self, pool_class, num_blocks, caching, events):
-        self.pool = pool_class(num_blocks, caching, HASH_BLOCK_SIZE, enable_kv_cache_events=events)
-        self.neighbour = pool_class(8, caching, HASH_BLOCK_SIZE, enable_kv_cache_events=events)
+    def __init__(self, pool_class, num_blocks, caching, options):
+        self.pool = pool_class(num_blocks, caching, HASH_BLOCK_SIZE, **options)
+        self.neighbour = pool_class(8, caching, HASH_BLOCK_SIZE, **options)
         self.held = {}
+        self.reused = []
 
     def look_up(self, block_hash, group):
         return ids(self.pool.get_cached_block(block_hash, [group]))
@@ -42,6 +43,25 @@ class Side:
     def cache(self, request, first, end, size, group, mask):
         table = self.held[request.request_id]
         return self.pool.cache_full_blocks(request, table, first, end, size, group, mask)
+
+    def cache_partially(self, request, index, num_tokens, size, group, replace):
+        block = self.held[request.request_id][index]
+        return self.pool.cache_partial_block(request, block, num_tokens, group, size, replace)
+
+    def move(self, request, source, target):
+        blocks = self.held[request.request_id]
+        if blocks[target].block_hash is None:
+            self.pool.move_block_hashes(blocks[source], blocks[target])
+
+    def unpin(self, request):
+        self.pool.unpin_blocks(self.held.pop(request.request_id), self.note_reuse)
+
+    def note_reuse(self, block):
+        """What a watcher sees: no reference yet, the old hash, and no removal announced."""
+        self.reused.append((block.block_id, block.ref_cnt, block.block_hash, len(self.pool.kv_event_queue)))
+
+    def emit(self, request, num_blocks, size, group):
+        self.pool.emit_cached_block_events(request, num_blocks, size, group)
 
     def free(self, request, with_null, with_strangers):
         blocks = self.held.pop(request.request_id)[::-1]
@@ -83,6 +103,12 @@ class Side:
                 key: ["dict", *entry] if isinstance(entry, dict) else entry.block_id
                 for key, entry in pool.cached_block_hash_to_block._cache.items()
             },
+            "writable": [pool.is_block_writable(block) for block in pool.blocks],
+            "secondary": {
+                block_id: set(keys) for block_id, keys in pool.cached_block_hashes_by_block.items()
+            },
+            "reused": self.reused,
+            "watched": sorted(pool._reuse_watchers),
             "keys": len(pool.cached_block_hash_to_block),
             "free": pool.get_num_free_blocks(),
             "usage": pool.get_usage(),
@@ -98,10 +124,14 @@ class Schedule:
 
         self.rng = rng = random.Random(seed)
         self.caching = rng.random() < 0.85
-        events = rng.random() < 0.7
+        options = {
+            "enable_kv_cache_events": rng.random() < 0.7,
+            "num_hash_lookahead_tokens": rng.choice([0, 0, 3]),
+            "medium": rng.choice(["GPU", "CPU"]),
+        }
         self.num_blocks = rng.randrange(2, 40)
         self.sides = [
-            Side(pool_class, self.num_blocks, self.caching, events)
+            Side(pool_class, self.num_blocks, self.caching, options)
             for pool_class in (TheirPool, kv_pool.BlockPool)
         ]
         self.running = {}  # request, block size, group, blocks cached so far
@@ -116,6 +146,10 @@ class Schedule:
         steps = {
             self.start: 25,
             self.cache: 25,
+            self.cache_partially: 8,
+            self.move: 3,
+            self.unpin: 4,
+            self.emit: 3,
             self.free: 25,
             self.hold: 5,
             self.evict: 8,
@@ -124,7 +158,7 @@ class Schedule:
             self.take_events: 5,
         }
         for step in self.rng.choices(list(steps), list(steps.values()), k=NUM_STEPS):
-            if self.running or step not in (self.cache, self.free, self.hold):
+            if self.running or step in (self.start, self.evict, self.evict_one, self.reset, self.take_events):
                 step()
             self.both("picture")
         self.take_events()
@@ -150,11 +184,41 @@ class Schedule:
         request, size, group, first = entry
         end = rng.randrange(first, request.num_tokens // size + 1)
         table = self.sides[0].held[request.request_id]
-        if not self.caching and any(block.block_hash for block in table[first:end]):
-            return  # with caching off a reused block keeps its hash, and vLLM asserts half-way
+        ends = range((first + 1) * size, (end + 1) * size, size)
+        if any(
+            block.block_hash is not None
+            and (block.block_hash_num_tokens is None or block.block_hash_num_tokens >= num_tokens)
+            for block, num_tokens in zip(table[first:end], ends, strict=True)
+        ):
+            return  # cached for as much already: vLLM asserts half-way
         mask = [rng.random() < 0.7 for _ in range(end - first)] if rng.random() < 0.2 else None
         self.both("cache", request, first, end, size, group, mask)
         entry[3] = end
+
+    def cache_partially(self):
+        rng = self.rng
+        request, size, group, _ = rng.choice(list(self.running.values()))
+        table = self.sides[0].held[request.request_id]
+        if request.block_hashes and table:
+            num_tokens = rng.randrange(1, len(request.block_hashes) + 1) * HASH_BLOCK_SIZE
+            index = rng.randrange(len(table))
+            if len(self.sides[0].pool.cached_block_hashes_by_block.get(table[index].block_id, ())) > 0:
+                return  # in which order vLLM removes two secondary keys is not defined
+            self.both("cache_partially", request, index, num_tokens, size, group, rng.random() < 0.1)
+
+    def move(self):
+        request, *_ = self.rng.choice(list(self.running.values()))
+        num_blocks = len(self.sides[0].held[request.request_id])
+        if num_blocks > 1:
+            self.both("move", request, *self.rng.sample(range(num_blocks), 2))
+
+    def unpin(self):
+        request, *_ = self.running.pop(self.rng.choice(list(self.running)))
+        self.both("unpin", request)
+
+    def emit(self):
+        request, size, group, cached = self.rng.choice(list(self.running.values()))
+        self.both("emit", request, cached, size, group)
 
     def free(self):
         request, *_ = self.running.pop(self.rng.choice(list(self.running)))

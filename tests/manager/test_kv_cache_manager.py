@@ -1,5 +1,7 @@
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from drawing import ids, state
 
@@ -8,6 +10,7 @@ from kv_pool import (
     BlockPool,
     InvalidArgumentError,
     InvalidBlockError,
+    InvalidTypeError,
     KVCacheManager,
     Request,
 )
@@ -302,3 +305,55 @@ def test_random_requests_keep_their_tables_and_hit_what_a_slow_model_hits(seed):
         assert [block.ref_cnt for block in pool.blocks[1:]] == [
             held.count(block.block_id) for block in pool.blocks[1:]
         ]
+
+
+@pytest.mark.parametrize("wrong", [2.0, "2", None])
+def test_a_number_of_tokens_that_is_no_int_changes_nothing(wrong):
+    manager = make_manager()
+    first = make_request("a", range(8))
+    start(manager, first)
+    manager.free(first)
+    before = state(manager.block_pool)
+    late = make_request("b", range(9))
+    prefix = manager.get_computed_blocks(late)
+    with pytest.raises(InvalidTypeError, match="count tokens"):
+        manager.allocate_slots(late, wrong, prefix)
+    late.num_computed_tokens = wrong
+    with pytest.raises(InvalidTypeError, match="count tokens"):
+        manager.allocate_slots(late, 1)
+    assert state(manager.block_pool) == before
+
+
+def test_numpy_counts_will_do():
+    manager = make_manager()
+    assert ids(manager.allocate_slots(make_request("a", range(8)), np.int64(8))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "field", ["all_token_ids", "lora_request", "mm_features", "cache_salt", "session_id"]
+)
+def test_a_request_that_can_not_be_announced_changes_nothing(field):
+    manager = make_manager(enable_kv_cache_events=True)
+    first = make_request("a", range(8))
+    start(manager, first)
+    manager.free(first)
+    manager.take_events()
+    before = state(manager.block_pool)
+    whole = make_request("b", range(16))
+    fields = {name: getattr(whole, name) for name in dir(whole) if not name.startswith("_")}
+    del fields[field]
+    partial = SimpleNamespace(**fields)
+    prefix = manager.get_computed_blocks(partial)
+    with pytest.raises(InvalidTypeError, match=f"can not be announced in an event: .*{field}"):
+        manager.allocate_slots(partial, 8, prefix)
+    assert state(manager.block_pool) == before
+    assert manager.take_events() == []
+
+
+def test_hashes_that_are_no_bytes_change_nothing():
+    manager = make_manager()
+    request = make_request("a", range(8))
+    request.block_hashes[1] = "text"
+    with pytest.raises(InvalidTypeError, match="a block hash of request 'a' is a str"):
+        manager.allocate_slots(request, 8)
+    assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"

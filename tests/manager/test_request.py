@@ -35,3 +35,25 @@ def test_salts_and_adapters_keep_requests_apart():
     plain = Request("r", range(4), hasher)
     salted = Request("r", range(4), hasher, cache_salt="a")
     assert not set(plain.block_hashes) & set(salted.block_hashes)
+
+
+def test_a_token_that_is_none_is_noticed_before_its_block_is_full():
+    hasher = BlockHasher("sha256", "s", 4)
+    with pytest.raises(InvalidTypeError, match="token 1 is a str"):
+        Request("r", [1, "x"], hasher)
+    request = Request("r", [1], hasher)
+    with pytest.raises(InvalidArgumentError, match="is -5"):
+        request.append_output_token_ids([-5])
+    assert request.all_token_ids == [1]
+
+
+def test_tokens_that_break_off_are_not_appended():
+    request = Request("r", [1, 2, 3], BlockHasher("sha256", "s", 4))
+
+    def broken():
+        yield 4
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        request.append_output_token_ids(broken())
+    assert request.all_token_ids == [1, 2, 3]

@@ -1,0 +1,45 @@
+"""Keys of the prefix map: a block hash and a KV cache group in one string of bytes, and back."""
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
+
+MAX_GROUP_ID = 2**32 - 1
+
+_GROUP_0 = b"\0\0\0\0"
+
+
+def group_suffix(group_id: int) -> bytes:
+    """A group id as the end of a key: 4 bytes, big-endian, unsigned.
+
+    Raises:
+        InvalidArgumentError: it does not fit.
+    """
+    if group_id == 0:
+        return _GROUP_0
+    if group_id < 0 or group_id > MAX_GROUP_ID:
+        raise InvalidArgumentError(f"KV cache group id {group_id} is not in 0..{MAX_GROUP_ID}")
+    return group_id.to_bytes(4, "big")
+
+
+def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
+    """The prefix map's key for this hash in this group.
+
+    Raises:
+        InvalidArgumentError: `group_id` does not fit into 4 bytes unsigned.
+    """
+    return BlockHashWithGroupId(block_hash + group_suffix(group_id))
+
+
+def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
+    """The hash in a key."""
+    return BlockHash(key[:-4])
+
+
+def get_group_id(key: BlockHashWithGroupId) -> int:
+    """The group in a key."""
+    return int.from_bytes(key[-4:], "big")
+
+
+def make_external_block_hash(block_hash: bytes) -> ExternalBlockHash:
+    """A block hash as events carry it: its last 8 bytes as an unsigned big-endian integer."""
+    return int.from_bytes(block_hash[-8:], "big")

@@ -1,0 +1,450 @@
+"""`PrefixCache`: which blocks carry which keys, and the events that tell of it.
+
+A key is a block hash with its KV cache group. A block has one primary key (on the block itself) and any
+number of secondary ones (in `cached_block_hashes_by_block`), each of which finds it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import (
+    get_block_hash,
+    get_group_id,
+    group_suffix,
+    make_block_hash_with_group_id,
+    make_external_block_hash,
+)
+from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, untag_extra_keys
+from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.core.observer import BlockObserver
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PrefixCache:
+    """The part of `BlockPool` that knows keys and events, but nothing of who holds a block."""
+
+    def __init__(
+        self,
+        hash_block_size: int,
+        enable_kv_cache_events: bool,
+        metrics_collector: BlockObserver | None,
+        num_hash_lookahead_tokens: int,
+        medium: str,
+    ) -> None:
+        if not isinstance(hash_block_size, int) or hash_block_size < 1:
+            raise InvalidArgumentError(
+                f"hash_block_size is {hash_block_size!r}; it counts tokens, at least 1"
+            )
+        self.hash_block_size: int = hash_block_size
+        self.enable_kv_cache_events: bool = enable_kv_cache_events
+        self.metrics_collector: BlockObserver | None = metrics_collector
+        self.num_hash_lookahead_tokens: int = num_hash_lookahead_tokens
+        self.medium: str = medium
+        self.num_evictions: int = 0
+        self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
+        # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
+        self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
+        self._kv_event_queue: list[KVCacheEvent] = []
+        self._owner: Any = ref(self)
+
+    @property
+    def kv_event_queue(self) -> list[KVCacheEvent]:
+        """Events since the last `take_events()`. A property, so that a subclass may redirect it."""
+        return self._kv_event_queue
+
+    @kv_event_queue.setter
+    def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
+        self._kv_event_queue = events
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Hand over the events since the last call, oldest first; the list is the caller's to change."""
+        if not self.enable_kv_cache_events:
+            return []
+        events = self.kv_event_queue
+        self.kv_event_queue = []
+        return events
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
+    ) -> list[KVCacheBlock] | None:
+        """The blocks that hold this prefix in all of these groups, in their order, or None.
+
+        All or nothing: a miss in one group is a miss. Of several copies the oldest is returned. Only
+        looks; `touch()` what you mean to keep. O(number of groups).
+        Contract: vLLM 0.33 `BlockPool.get_cached_block`.
+        """
+        found: list[KVCacheBlock] = []
+        cache = self.cached_block_hash_to_block
+        for group_id in kv_cache_group_ids:
+            key = BlockHashWithGroupId(block_hash + group_suffix(group_id))
+            block = cache.get_one_block(key)
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    def find_cached_prefix(
+        self,
+        block_hashes: Sequence[BlockHash],
+        max_num_blocks: int,
+        kv_cache_group_id: int = 0,
+    ) -> list[KVCacheBlock]:
+        """The blocks that hold the longest cached prefix of a sequence, head first.
+
+        Args:
+            block_hashes: the sequence's hashes at this group's block size, head first.
+            max_num_blocks: look at no more than this many; 0 or less gives [].
+
+        Stops at the first miss. Only looks. One call for what `get_cached_block` needs one call per block:
+        O(blocks found + 1).
+        """
+        suffix = group_suffix(kv_cache_group_id)
+        found: list[KVCacheBlock] = []
+        if max_num_blocks <= 0:
+            return found
+        cache = self.cached_block_hash_to_block
+        entries = cache._cache
+        for block_hash in block_hashes[:max_num_blocks]:
+            key = BlockHashWithGroupId(block_hash + suffix)
+            entry = entries.get(key)
+            if isinstance(entry, KVCacheBlock):
+                found.append(entry)
+            elif entry is None:
+                break
+            else:
+                block = cache.get_one_block(key)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def cache_full_blocks(
+        self,
+        request: CacheableRequest,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None = None,
+    ) -> None:
+        """Make the request's blocks `[num_cached_blocks, num_full_blocks)` findable by their prefix.
+
+            |<- num_cached_blocks ->|<- keyed by this call ->|
+            |<------------- num_full_blocks ---------------->|  partial
+            blocks: the request's whole table
+
+        Args:
+            request: gives `block_hashes`, at `hash_block_size`; with events on also its tokens, adapter,
+                multimodal inputs, salt and session.
+            block_size: tokens per block of this group, a multiple of `hash_block_size`; block i then has
+                the last fine hash inside it.
+            block_mask: one flag per block of the range; False skips the block as if it were null.
+
+        Null and masked blocks are skipped. A block that is cached already is keyed anew if its old hash
+        covers fewer tokens (promotion; one `BlockRemoved`). Caches whatever `enable_caching` says.
+        With events on and a range that is not empty: exactly one `BlockStored`, after the removals.
+
+        Raises:
+            InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
+            InvalidBlockError: a block is free, or cached for as many tokens or more.
+            InvalidTypeError: not a block. In all cases nothing has changed.
+        Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
+        """
+        if num_cached_blocks >= num_full_blocks:
+            return
+        suffix = group_suffix(kv_cache_group_id)
+        range_blocks: list[KVCacheBlock] = list(blocks[num_cached_blocks:num_full_blocks])
+        num_blocks = num_full_blocks - num_cached_blocks
+        if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
+            raise InvalidArgumentError(
+                f"blocks {num_cached_blocks}..{num_full_blocks} of a table of {len(blocks)} blocks"
+            )
+        if block_mask is not None and len(block_mask) != num_blocks:
+            raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
+        hashes = self._hashes_of(request, num_cached_blocks, num_full_blocks, block_size)
+        owner = self._owner
+        num_tokens = num_cached_blocks * block_size
+        keys: list[BlockHashWithGroupId | None] = []  # None for a block that is skipped
+        index = -1
+        try:
+            for index, block in enumerate(range_blocks):
+                num_tokens += block_size
+                if block.is_null or (block_mask is not None and not block_mask[index]):
+                    keys.append(None)
+                    continue
+                keys.append(BlockHashWithGroupId(hashes[index] + suffix))
+                if block._block_hash is not None:
+                    covered = block._block_hash_num_tokens
+                    if covered is None or covered >= num_tokens:
+                        raise InvalidBlockError(
+                            f"block {block.block_id} is cached for {covered} tokens already; only a hash "
+                            f"over more than that replaces it, this one covers {num_tokens}"
+                        )
+                if block.ref_cnt <= 0 and block._owner is owner:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is free; only blocks in use can be cached"
+                    )
+        except Exception as error:
+            raise_typed(error, range_blocks, index, "cache_full_blocks()")
+
+        hash(tuple(keys))  # raises here, where nothing has changed yet, for a hash that can be no key
+        # Built before anything changes, since it reads the request; appended after the removals.
+        event: BlockStored | None = None
+        if self.enable_kv_cache_events:
+            parent: BlockHash | None = None
+            if num_cached_blocks:
+                (parent,) = self._hashes_of(request, num_cached_blocks - 1, num_cached_blocks, block_size)
+            event = self._make_stored(
+                request, keys, parent, num_cached_blocks * block_size, block_size, kv_cache_group_id
+            )
+        cache = self.cached_block_hash_to_block
+        num_tokens = num_cached_blocks * block_size
+        for index, block in enumerate(range_blocks):
+            num_tokens += block_size
+            key = keys[index]
+            if key is None:
+                continue
+            if block._block_hash is not None:
+                evict(self, block)
+            block._block_hash = key
+            block._block_hash_num_tokens = num_tokens
+            cache.insert(key, block)
+        if event is not None:
+            self.kv_event_queue.append(event)
+
+    def _hashes_of(self, request: CacheableRequest, first: int, end: int, block_size: int) -> list[BlockHash]:
+        """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
+        stride = block_size // self.hash_block_size
+        if stride < 1 or stride * self.hash_block_size != block_size:
+            raise InvalidArgumentError(
+                f"block_size {block_size} is not a multiple of hash_block_size {self.hash_block_size}"
+            )
+        fine = request.block_hashes
+        if len(fine) < end * stride:
+            raise InvalidArgumentError(
+                f"request has {len(fine)} block hashes of {self.hash_block_size} tokens; caching its first "
+                f"{end} blocks of {block_size} tokens needs {end * stride}"
+            )
+        if stride == 1:
+            return list(fine[first:end])
+        # A fine hash covers everything before it, so the last one in a block identifies the block.
+        return [fine[(index + 1) * stride - 1] for index in range(first, end)]
+
+    def emit_cached_block_events(
+        self,
+        request: CacheableRequest,
+        num_cached_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """Announce the first `num_cached_blocks` blocks of the request again, as hit; nothing else changes.
+
+        One `BlockStored` from the start of the sequence, every block counted; none with events off or for 0
+        blocks. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
+        """
+        if not self.enable_kv_cache_events or num_cached_blocks == 0:
+            return
+        keys: list[BlockHashWithGroupId | None] = []
+        for block_hash in self._hashes_of(request, 0, num_cached_blocks, block_size):
+            keys.append(make_block_hash_with_group_id(block_hash, kv_cache_group_id))
+        self.kv_event_queue.append(self._make_stored(request, keys, None, 0, block_size, kv_cache_group_id))
+
+    def cache_partial_block(
+        self,
+        request: CacheableRequest,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> BlockHashWithGroupId | None:
+        """Make `block` findable by the request's first `num_tokens` tokens, which may end inside it.
+
+        Args:
+            num_tokens: a multiple of `hash_block_size`, no more than the request has hashes for.
+            block_size: tokens per block of this group, a multiple of `hash_block_size`.
+            replace_existing_hashes: the block holds other content now; its old keys go, however much they
+                cover.
+        Returns:
+            The key; None for the null block, which is never cached.
+
+        A block with a hash over fewer tokens is keyed anew (one `BlockRemoved` a key). Where its hash covers
+        as many or more, the new key becomes a secondary one: both find the block. With events on, a
+        `BlockStored` over the last `hash_block_size` tokens, unless the block had that key.
+
+        Raises:
+            InvalidArgumentError: sizes or a count that do not fit. Nothing has changed.
+        Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
+        """
+        if block.is_null:
+            return None
+        unit = self.hash_block_size
+        if block_size < 1 or block_size % unit:
+            raise InvalidArgumentError(f"block_size {block_size} is not a multiple of hash_block_size {unit}")
+        num_units = num_tokens // unit
+        num_hashed = len(request.block_hashes)
+        if num_tokens % unit or num_units < 1 or num_units > num_hashed:
+            raise InvalidArgumentError(
+                f"num_tokens is {num_tokens}; a partial entry covers a multiple of {unit} tokens, here "
+                f"{unit} to {num_hashed * unit}"
+            )
+        (block_hash,) = self._hashes_of(request, num_units - 1, num_units, unit)
+        key = make_block_hash_with_group_id(block_hash, kv_cache_group_id)
+        covered = block._block_hash_num_tokens
+        is_known = not replace_existing_hashes and (
+            block._block_hash == key or self.cached_block_hash_to_block.contain(key, block.block_id)
+        )
+        if is_known:
+            return key
+        event: BlockStored | None = None
+        if self.enable_kv_cache_events:
+            parent: BlockHash | None = None
+            if num_units > 1:
+                (parent,) = self._hashes_of(request, num_units - 2, num_units - 1, unit)
+            event = self._make_stored(request, [key], parent, num_tokens - unit, unit, kv_cache_group_id)
+        if replace_existing_hashes or (covered is not None and covered < num_tokens):
+            evict(self, block)
+        self._insert_block_hash(key, block, num_tokens)
+        if event is not None:
+            self.kv_event_queue.append(event)
+        return key
+
+    def _insert_block_hash(
+        self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+    ) -> None:
+        """Give `block` one key more, its first or a secondary one; a key it has already changes nothing.
+
+        No event. vLLM's CPU offloading calls this one by name.
+        """
+        key = block_hash_with_group_id
+        if block._block_hash == key or self.cached_block_hash_to_block.contain(key, block.block_id):
+            return
+        if block._block_hash is None:
+            block.set_block_hash(key, num_tokens)
+        else:
+            self.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
+        self.cached_block_hash_to_block.insert(key, block)
+
+    def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
+        """Let `dst_block`, a copy of `src_block`, be found under all its keys; `src_block` is bare then.
+
+        For a request that goes on writing into a cached block. No events: the prefixes stay cached.
+        Raises:
+            InvalidBlockError: `dst_block` has a key already. Nothing has changed.
+        Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
+        """
+        if dst_block._block_hash is not None or dst_block.block_id in self.cached_block_hashes_by_block:
+            raise InvalidBlockError(
+                f"block {dst_block.block_id} carries hashes of its own; evict it before it takes over those "
+                f"of block {src_block.block_id}"
+            )
+        num_tokens = src_block._block_hash_num_tokens
+        for key in drop_keys(self, src_block):
+            self._insert_block_hash(key, dst_block, num_tokens)
+
+    def _make_stored(
+        self,
+        request: CacheableRequest,
+        keys: list[BlockHashWithGroupId | None],
+        parent: BlockHash | None,
+        start: int,
+        block_size: int,
+        group_id: int,
+    ) -> BlockStored:
+        """The one `BlockStored` for the blocks with these keys, the first beginning at token `start`.
+
+        A block without key is skipped, but its tokens are not.
+        """
+        num_lookahead = self.num_hash_lookahead_tokens
+        stored: list[ExternalBlockHash] = []
+        extra_keys: list[tuple[Any, ...] | None] = []
+        lookahead: list[list[int]] = []
+        end = start
+        for key in keys:
+            first = end
+            end = first + block_size
+            if key is not None:
+                stored.append(make_external_block_hash(get_block_hash(key)))
+                extra_keys.append(untag_extra_keys(find_extra_keys(request, first, end + num_lookahead)))
+                if num_lookahead:
+                    lookahead.append(list(request.all_token_ids[end : end + num_lookahead]))
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=stored,
+            parent_block_hash=None if parent is None else make_external_block_hash(parent),
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=block_size,
+            lora_id=lora.adapter_id if lora else None,
+            medium=self.medium,
+            lora_name=lora.name if lora else None,
+            extra_keys=extra_keys or None,
+            group_idx=group_id,
+            session_id=request.session_id,
+            lookahead_token_ids=lookahead if num_lookahead else None,
+        )
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
+
+        vLLM's Mamba manager calls this one by name.
+        """
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_block_evicted(block)
+        return evict(self, block)
+
+
+# Functions, since a compiled method that subclasses may override is looked up by name at each call.
+def evict(pool: PrefixCache, block: KVCacheBlock) -> bool:
+    """Drop the block's keys; for each that the prefix map knew, a count and an event. True if any."""
+    keys = drop_keys(pool, block)
+    if not keys:
+        return False
+    pool.num_evictions += len(keys)
+    if pool.enable_kv_cache_events:
+        events = pool.kv_event_queue
+        for key in keys:
+            events.append(
+                BlockRemoved(
+                    block_hashes=[make_external_block_hash(get_block_hash(key))],
+                    medium=pool.medium,
+                    group_idx=get_group_id(key),
+                )
+            )
+    return True
+
+
+def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
+    """Take all keys off the block, primary first; those that the prefix map knew."""
+    dropped: list[BlockHashWithGroupId] = []
+    key = block._block_hash
+    cache = pool.cached_block_hash_to_block
+    if key is not None:
+        block._block_hash = None
+        block._block_hash_num_tokens = None
+        if cache.pop(key, block.block_id) is not None:
+            dropped.append(key)
+    if pool.cached_block_hashes_by_block:
+        secondary = pool.cached_block_hashes_by_block.pop(block.block_id, None)
+        if secondary is not None:
+            for key in secondary:
+                if cache.pop(key, block.block_id) is not None:
+                    dropped.append(key)
+    return dropped
+
+
+def raise_typed(error: Exception, listed: Sequence[object], index: int, call: str) -> None:
+    """Raise `error`, or an InvalidTypeError where it came from an element that is not a block."""
+    for position, element in enumerate(listed):
+        if not isinstance(element, KVCacheBlock):
+            raise InvalidTypeError(
+                f"{call} takes blocks; element {position} is a {type(element).__name__}"
+            ) from error
+    raise error

@@ -1,0 +1,253 @@
+"""Several keys on one block: partial entries, promotion, copies, and what is announced of them."""
+
+import pytest
+from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
+
+from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.core import invariants
+from kv_pool.core.block_keys import (
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+    make_external_block_hash,
+)
+
+REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
+
+
+def told(pool):
+    """The events since the last look: + stored, - removed, by the number of the hash."""
+    signs = {"BlockStored": "+", "BlockRemoved": "-"}
+    return [
+        signs[type(event).__name__] + str(int(found.to_bytes(8, "big")[-4:].decode()))
+        for event in pool.take_events()
+        for found in event.block_hashes
+    ]
+
+
+def cache_partially(pool, block_id, num_tokens, **more):
+    return pool.cache_partial_block(REQUEST, pool.blocks[block_id], num_tokens, 0, 16, **more)
+
+
+def find(pool, number):
+    return ids(pool.get_cached_block(hash_of(number), [0]))
+
+
+def test_a_key_is_hash_and_group():
+    key = make_block_hash_with_group_id(b"hash", 258)
+    assert key == b"hash\x00\x00\x01\x02"
+    assert get_block_hash(key) == b"hash"
+    assert get_group_id(key) == 258
+    assert make_external_block_hash(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
+
+
+@pytest.mark.parametrize("group_id", [-1, 2**32])
+def test_a_group_that_does_not_fit_is_refused(group_id):
+    with pytest.raises(InvalidArgumentError, match=f"group id {group_id} is not in"):
+        make_block_hash_with_group_id(b"hash", group_id)
+
+
+def test_a_partial_entry_finds_a_block_by_a_boundary_inside_it():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    assert cache_partially(pool, 1, 8) == hash_of(12) + GROUP
+    assert find(pool, 12) == [1]
+    assert pool.blocks[1].block_hash_num_tokens == 8
+    (event,) = pool.take_events()
+    assert event.token_ids == [4, 5, 6, 7]
+    assert event.block_size == 4
+    assert event.parent_block_hash == make_external_block_hash(hash_of(11))
+    invariants.check(pool)
+
+
+def test_a_longer_partial_entry_replaces_a_shorter_one():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    cache_partially(pool, 1, 4)
+    cache_partially(pool, 1, 12)
+    assert told(pool) == ["+11", "-11", "+13"]
+    assert (find(pool, 11), find(pool, 13)) == (None, [1])
+    invariants.check(pool)
+
+
+def test_a_shorter_partial_entry_is_a_secondary_key():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    cache_partially(pool, 1, 12)
+    cache_partially(pool, 1, 4)
+    cache_partially(pool, 1, 8)
+    assert told(pool) == ["+13", "+11", "+12"]
+    assert [find(pool, number) for number in (11, 12, 13)] == [[1], [1], [1]]
+    assert pool.blocks[1].block_hash == hash_of(13) + GROUP
+    invariants.check(pool)
+    pool.evict_blocks({1})
+    assert told(pool) == ["-13", "-11", "-12"]
+    assert pool.cached_block_hashes_by_block == {}
+    invariants.check(pool)
+
+
+def test_an_entry_that_is_there_changes_nothing():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    cache_partially(pool, 1, 12)
+    cache_partially(pool, 1, 4)
+    pool.take_events()
+    assert cache_partially(pool, 1, 12) == hash_of(13) + GROUP
+    assert cache_partially(pool, 1, 4) == hash_of(11) + GROUP
+    assert told(pool) == []
+
+
+def test_new_content_drops_all_old_keys():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    cache_partially(pool, 1, 12)
+    cache_partially(pool, 1, 4)
+    pool.take_events()
+    cache_partially(pool, 1, 8, replace_existing_hashes=True)
+    assert told(pool) == ["-13", "-11", "+12"]
+    assert pool.blocks[1].block_hash == hash_of(12) + GROUP
+
+
+def test_a_full_block_promotes_a_partial_one_with_all_its_keys():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    cache_partially(pool, 1, 8)
+    cache_partially(pool, 1, 4)
+    pool.take_events()
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 16, 0)
+    assert told(pool) == ["-12", "-11", "+14"]
+    invariants.check(pool)
+
+
+def test_the_null_block_is_never_cached_partially():
+    pool = make_pool("free: 1")
+    assert pool.cache_partial_block(REQUEST, pool.null_block, 3, 0, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "message"),
+    [
+        (0, 16, "num_tokens is 0; .* here 4 to 16"),
+        (20, 16, "num_tokens is 20"),
+        (6, 16, "num_tokens is 6"),
+        (-4, 16, "num_tokens is -4"),
+        (4, 6, "block_size 6 is not a multiple"),
+        (4, 0, "block_size 0 is not a multiple"),
+    ],
+)
+def test_a_boundary_that_can_not_be_is_refused(num_tokens, block_size, message):
+    pool = make_pool("free: 2 | in use: 1*")
+    with pytest.raises(InvalidArgumentError, match=message):
+        pool.cache_partial_block(REQUEST, pool.blocks[1], num_tokens, 0, block_size)
+    assert state(pool) == "free: 2 | in use: 1*"
+
+
+def test_moved_keys_find_the_copy_in_silence():
+    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
+    cache_partially(pool, 1, 12)
+    cache_partially(pool, 1, 4)
+    pool.take_events()
+    pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
+    assert (find(pool, 11), find(pool, 13)) == ([2], [2])
+    assert pool.blocks[1].block_hash is None
+    assert pool.blocks[2].block_hash == hash_of(13) + GROUP
+    assert pool.blocks[2].block_hash_num_tokens == 12
+    assert told(pool) == []
+    invariants.check(pool)
+
+
+def test_keys_are_not_moved_onto_a_block_that_has_some():
+    pool = make_pool("free: 3 | in use: 1* 2*")
+    with pytest.raises(InvalidBlockError, match="block 2 carries hashes of its own"):
+        pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
+    assert state(pool) == "free: 3 | in use: 1* 2*"
+    invariants.check(pool)
+
+
+def test_hits_are_announced_again_without_a_change():
+    pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
+    pool.emit_cached_block_events(REQUEST, 2, 8, 5)
+    (event,) = pool.take_events()
+    assert event.block_hashes == [make_external_block_hash(hash_of(number)) for number in (12, 14)]
+    assert event.parent_block_hash is None
+    assert (event.token_ids, event.block_size, event.group_idx) == (list(range(16)), 8, 5)
+    pool.emit_cached_block_events(REQUEST, 0, 8, 5)
+    assert pool.take_events() == []
+    assert state(pool) == "free: 3 | in use: 1* 2"
+
+
+def test_with_lookahead_an_event_tells_the_tokens_after_each_block():
+    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True, num_hash_lookahead_tokens=3)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 8, 0)
+    (event,) = pool.take_events()
+    assert event.lookahead_token_ids == [[8, 9, 10], []]
+
+
+def test_a_request_that_can_not_be_announced_caches_nothing():
+    pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
+    request = make_request([hash_of(11)])
+    del request.session_id
+    with pytest.raises(AttributeError):
+        pool.cache_full_blocks(request, blocks(pool, 2), 0, 1, 4, 0)
+    assert state(pool) == "free: 3 | in use: 1* 2"
+    assert pool.take_events() == []
+
+
+def test_a_hash_that_is_no_bytes_caches_nothing():
+    pool = make_pool("free: 3 | in use: 1 2")
+    request = make_request([hash_of(11), "text"])
+    with pytest.raises(TypeError):
+        pool.cache_full_blocks(request, blocks(pool, 1, 2), 0, 2, 4, 0)
+    assert state(pool) == "free: 3 | in use: 1 2"
+
+
+# ---- blocks that stay readable until they are reused
+
+
+def test_unpinned_blocks_go_to_the_back_and_tell_when_they_are_reused():
+    pool = make_pool("free: 4 | in use: 1 2*x2 3*", enable_kv_cache_events=True)
+    seen = []
+
+    def note(block):
+        seen.append((block.block_id, block.ref_cnt, block.block_hash is not None, len(pool.kv_event_queue)))
+
+    pool.unpin_blocks(iter(blocks(pool, 1, 2, 3)), note)
+    assert state(pool) == "free: 4 1 3* | in use: 2*"
+    pool.get_new_blocks(3)
+    assert seen == [(1, 0, False, 0), (3, 0, True, 0)]
+    pool.free_blocks(blocks(pool, 1, 3, 2))
+    pool.get_new_blocks(3)
+    assert [block_id for block_id, *_ in seen] == [1, 3, 2]
+
+
+def test_a_watcher_outlasts_a_touch_and_gives_way_to_a_later_one():
+    pool = make_pool("free: 2 | in use: 1")
+    seen = []
+    pool.unpin_blocks(blocks(pool, 1), lambda block: seen.append("first"))
+    pool.touch(blocks(pool, 1))
+    pool.unpin_blocks(blocks(pool, 1), lambda block: seen.append("second"))
+    pool.get_new_blocks(2)
+    assert seen == ["second"]
+
+
+def test_a_reset_tells_all_watchers_while_hashes_are_still_there():
+    pool = make_pool("free: 3 | in use: 1* 2*")
+    seen = []
+    pool.unpin_blocks(blocks(pool, 2, 1), lambda block: seen.append((block.block_id, block.block_hash)))
+    assert pool.reset_prefix_cache()
+    assert seen == [(2, hash_of(2) + GROUP), (1, hash_of(1) + GROUP)]
+    assert pool.reset_prefix_cache()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("wrong", [0, 4])
+def test_unpinning_a_block_that_is_not_in_use_changes_nothing(wrong):
+    pool = make_pool("free: 4 | in use: 1 2*x2 3*")
+    seen = []
+    with pytest.raises(InvalidBlockError, match=f"block {wrong} is .*; unpin_blocks"):
+        pool.unpin_blocks(blocks(pool, 1, wrong, 3), seen.append)
+    with pytest.raises(InvalidTypeError):
+        pool.unpin_blocks([pool.blocks[1], None], seen.append)
+    assert state(pool) == "free: 4 | in use: 1 2*x2 3*"
+    pool.get_new_blocks(1)
+    assert seen == []
+
+
+def test_only_an_unshared_uncached_block_is_writable():
+    pool = make_pool("free: 4 | in use: 1 2x2 3*")
+    writable = [block.block_id for block in pool.blocks if pool.is_block_writable(block)]
+    assert writable == [1]
