@@ -158,7 +158,7 @@ class FreeKVCacheBlockQueue:
             CorruptedPoolError: the tail sentinel is not linked.
             InvalidTypeError: not a block. In both cases nothing has changed.
         """
-        listed: list[KVCacheBlock] = list(blocks)
+        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
             return
         tail = self.fake_free_list_tail
@@ -175,7 +175,7 @@ class FreeKVCacheBlockQueue:
             CorruptedPoolError: the head sentinel is not linked.
             InvalidTypeError: not a block. In both cases nothing has changed.
         """
-        listed: list[KVCacheBlock] = list(blocks)
+        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
             return
         head = self.fake_free_list_head
