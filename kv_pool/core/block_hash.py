@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import xxhash
 
@@ -36,13 +37,21 @@ class BlockHasher:
         seed: goes into the root of every chain. Default: random for `xxh3_128`, fixed for `sha256`,
             vLLM's own default for `sha256_cbor` (vLLM uses PYTHONHASHSEED's value when that is set).
         block_size: tokens per hash, at least 1.
+        num_lookahead_tokens: each hash also covers so many tokens after its block, and is only made once they
+            are there (for drafters whose KV at a block's last position depends on them).
 
     Attributes:
         root: the parent of every first block.
         digest_size: bytes per hash.
     """
 
-    def __init__(self, algorithm: str = "xxh3_128", seed: str | None = None, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        algorithm: str = "xxh3_128",
+        seed: str | None = None,
+        block_size: int = 16,
+        num_lookahead_tokens: int = 0,
+    ) -> None:
         if algorithm not in HASH_ALGORITHMS:
             raise InvalidArgumentError(
                 f"unknown hash algorithm {algorithm!r}; known are {', '.join(HASH_ALGORITHMS)}"
@@ -51,8 +60,13 @@ class BlockHasher:
             raise InvalidTypeError(f"block_size is a {type(block_size).__name__}; it counts tokens")
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; it counts tokens, at least 1")
+        if num_lookahead_tokens < 0:
+            raise InvalidArgumentError(
+                f"num_lookahead_tokens is {num_lookahead_tokens}; it counts tokens, 0 or more"
+            )
         self.algorithm: str = algorithm
         self.block_size: int = block_size
+        self.num_lookahead_tokens: int = num_lookahead_tokens
         self.digest_size: int = 16 if algorithm == "xxh3_128" else 32
         self.root: BlockHash
         self._xxh3_seed: int = 0
@@ -92,29 +106,44 @@ class BlockHasher:
                 f"parent has {len(parent)} bytes; {self.algorithm} hashes have {self.digest_size}"
             )
         previous: bytes = self.root if parent is None else parent
-        hashes: list[BlockHash] = []
-        num_extra = len(extra_keys)
-        if self.algorithm == "sha256_cbor":
-            for index, piece in enumerate(pack_cbor(token_ids, self.block_size)):
-                keys = extra_keys[index] if index < num_extra else None
-                # array(3), byte string of 32, the parent, the tokens, then extra keys or null
-                tail = b"\xf6" if keys is None else _encode_extra_keys(keys)
-                previous = hashlib.sha256(b"\x83\x58\x20" + previous + piece + tail).digest()
-                hashes.append(BlockHash(previous))
-            return hashes
-        pieces = pack_fixed(token_ids, self.block_size)
+        is_cbor = self.algorithm == "sha256_cbor"
+        pieces = (pack_cbor if is_cbor else pack_fixed)(token_ids, self.block_size)
+        extras = self._make_extras(token_ids, len(pieces), extra_keys)
+        num_extras = len(extras)
+        if self.num_lookahead_tokens:
+            del pieces[num_extras:]  # those whose lookahead is not there yet
         xxh3: Callable[[bytes, int], bytes] = xxhash.xxh3_128_digest
         is_xxh3 = self.algorithm == "xxh3_128"
         seed = self._xxh3_seed
-        for index, piece in enumerate(pieces):
-            payload = previous + piece
-            if index < num_extra:
-                keys = extra_keys[index]
-                if keys is not None:
-                    payload += _encode_extra_keys(keys)
+        hashes: list[BlockHash] = []
+        for position, piece in enumerate(pieces):
+            extra = extras[position] if position < num_extras else None
+            if is_cbor:
+                # array(3), byte string of 32, the parent, the tokens, then extra keys or null
+                tail = b"\xf6" if extra is None else _encode(extra)
+                payload = b"\x83\x58\x20" + previous + piece + tail
+            else:
+                payload = previous + piece if extra is None else previous + piece + _encode(extra)
             previous = xxh3(payload, seed) if is_xxh3 else hashlib.sha256(payload).digest()
             hashes.append(BlockHash(previous))
         return hashes
+
+    def _make_extras(
+        self, token_ids: Sequence[int], num_blocks: int, extra_keys: Sequence[ExtraKeys | None]
+    ) -> Sequence[tuple[Any, ...] | None]:
+        """What goes into each block's hash besides parent and tokens; one entry per block to be hashed."""
+        num_lookahead = self.num_lookahead_tokens
+        if not num_lookahead:
+            return extra_keys
+        extras: list[tuple[Any, ...] | None] = []
+        for position in range(num_blocks):
+            end = (position + 1) * self.block_size
+            ahead = [int(token_id) for token_id in token_ids[end : end + num_lookahead]]
+            if len(ahead) < num_lookahead:
+                break
+            keys = extra_keys[position] if position < len(extra_keys) else None
+            extras.append((keys, *ahead))
+        return extras
 
     def hash_request(self, request: CacheableRequest) -> list[BlockHash]:
         """Hashes of the full blocks that `request.block_hashes` does not cover yet. Changes nothing.
@@ -128,12 +157,13 @@ class BlockHasher:
         num_blocks = len(token_ids) // self.block_size
         extra_keys: list[ExtraKeys | None] = []
         if request.lora_request or request.mm_features or (request.cache_salt and start == 0):
+            covered = self.block_size + self.num_lookahead_tokens
             for first in range(start, start + num_blocks * self.block_size, self.block_size):
-                extra_keys.append(find_extra_keys(request, first, first + self.block_size))
+                extra_keys.append(find_extra_keys(request, first, first + covered))
         return self.hash_blocks(token_ids, known[-1] if known else None, extra_keys)
 
 
-def _encode_extra_keys(keys: ExtraKeys) -> bytes:
+def _encode(extra: tuple[Any, ...]) -> bytes:
     from cbor2 import dumps
 
-    return dumps(keys, canonical=True)
+    return dumps(extra, canonical=True)

@@ -26,6 +26,7 @@ class BlockPool(BlockPoolCore):
         hash_block_size: tokens per request hash; a group's block size is a multiple of it.
         enable_kv_cache_events: append to `kv_event_queue` what happens to the prefix map.
         metrics_collector: a `BlockObserver` that is told of every hand-out, hit and eviction.
+        num_hash_lookahead_tokens: tokens after its block that a hash also covers; as in the `BlockHasher`.
         medium: GPU, CPU or STORAGE; goes into the events.
 
     Attributes:

@@ -154,7 +154,7 @@ class KVCacheManager:
             return None
         num_to_cache = 0
         if pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = min(num_tokens, request.num_tokens) // self.block_size
+            num_to_cache = self._count_cacheable_blocks(min(num_tokens, request.num_tokens))
             num_cached = len(hits) if table is None else table.num_cached_blocks
             self._check_cacheable(request, num_cached, num_to_cache)
 
@@ -183,12 +183,12 @@ class KVCacheManager:
                 has changed.
         """
         table = self._table_of(request.request_id)
-        num_full_blocks = num_computed_tokens // self.block_size
-        if num_full_blocks > len(table.blocks):
+        if num_computed_tokens // self.block_size > len(table.blocks):
             raise InvalidArgumentError(
                 f"request {request.request_id!r} has slots for {len(table.blocks) * self.block_size} tokens, "
                 f"not {num_computed_tokens}; call allocate_slots() first"
             )
+        num_full_blocks = self._count_cacheable_blocks(num_computed_tokens)
         self._check_cacheable(request, table.num_cached_blocks, num_full_blocks)
         if self.block_pool.enable_caching and num_full_blocks > table.num_cached_blocks:
             self._cache(request, table, num_full_blocks)
@@ -242,6 +242,10 @@ class KVCacheManager:
             _GROUP_ID,
         )
         table.num_cached_blocks = num_full_blocks
+
+    def _count_cacheable_blocks(self, num_tokens: int) -> int:
+        """Full blocks among these tokens whose hash, lookahead included, can be known."""
+        return max(0, num_tokens - self.block_pool.num_hash_lookahead_tokens) // self.block_size
 
     def _check_cacheable(
         self, request: SchedulableRequest, num_cached_blocks: int, num_full_blocks: int

@@ -28,9 +28,10 @@ GOLDEN = json.loads((Path(__file__).parent / "data" / "vllm_block_hashes.json").
 def test_sha256_cbor_is_byte_identical_to_vllm(made):
     """Vectors and their recipe: tests/core/data/."""
     assert GOLDEN["vllm"].startswith("0.33.0")
-    assert len(GOLDEN["cases"]) == len(made["hashes"]) == 58
+    assert len(GOLDEN["cases"]) == len(made["hashes"]) == 62
     for case, expected in zip(GOLDEN["cases"], made["hashes"], strict=True):
-        hasher = BlockHasher("sha256_cbor", made["seed"], case["block_size"])
+        lookahead = case.get("num_lookahead", 0)
+        hasher = BlockHasher("sha256_cbor", made["seed"], case["block_size"], lookahead)
         assert hasher.root.hex() == made["root"]
         lora = case.get("lora")
         request = Request(
@@ -177,3 +178,23 @@ def test_appending_in_any_steps_gives_the_hashes_of_the_whole(tokens, block_size
         start = len(hashes) * block_size
         hashes += hasher.hash_blocks(tokens[start:cut], hashes[-1] if hashes else None)
     assert hashes == hasher.hash_blocks(tokens)
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+def test_with_lookahead_a_block_waits_for_the_tokens_after_it(algorithm):
+    hasher = BlockHasher(algorithm, "s", 4, num_lookahead_tokens=2)
+    assert hasher.hash_blocks(range(5)) == []
+    one = hasher.hash_blocks(range(6))
+    assert len(one) == 1
+    assert hasher.hash_blocks([*range(5), 99]) != one
+    assert hasher.hash_blocks(range(100))[0] == one[0]
+    request = Request("r", range(5), hasher)
+    for token in range(5, 20):
+        request.append_output_token_ids([token])
+    assert request.block_hashes == hasher.hash_blocks(range(20))
+    assert len(request.block_hashes) == 4
+
+
+def test_a_negative_lookahead_is_refused():
+    with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens is -1"):
+        BlockHasher(num_lookahead_tokens=-1)

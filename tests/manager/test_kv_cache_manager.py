@@ -357,3 +357,15 @@ def test_hashes_that_are_no_bytes_change_nothing():
     with pytest.raises(InvalidTypeError, match="a block hash of request 'a' is a str"):
         manager.allocate_slots(request, 8)
     assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
+
+
+def test_with_lookahead_a_block_is_cached_once_the_tokens_after_it_are_known():
+    manager = make_manager(num_hash_lookahead_tokens=2)
+    hasher = BlockHasher("sha256", "s", 4, num_lookahead_tokens=2)
+    request = Request("a", range(9), hasher)
+    start(manager, request)
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
+    request.append_output_token_ids([9])
+    manager.allocate_slots(request, 1)
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+    assert manager.get_computed_blocks(Request("b", range(12), hasher)).num_tokens == 8

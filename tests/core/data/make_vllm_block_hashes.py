@@ -30,6 +30,10 @@ def make_cases():
         {"lora": lora, "mm_features": features, "cache_salt": "ünïcode"},
     ):
         cases.append({"block_size": 4, "tokens": [rng.randrange(50_000) for _ in range(34)], **extras})
+    for num_lookahead in (1, 3):
+        for extras in ({}, {"lora": lora, "mm_features": features, "cache_salt": "tenant-1"}):
+            tokens = [rng.randrange(50_000) for _ in range(34)]
+            cases.append({"block_size": 4, "tokens": tokens, "num_lookahead": num_lookahead, **extras})
     return cases
 
 
@@ -51,7 +55,8 @@ def hash_with_vllm(case):
             for name, offset, length in case.get("mm_features", [])
         ],
     )
-    return [found.hex() for found in get_request_block_hasher(case["block_size"], sha256_cbor)(request)]
+    hasher = get_request_block_hasher(case["block_size"], sha256_cbor, case.get("num_lookahead", 0))
+    return [found.hex() for found in hasher(request)]
 
 
 def main():
