@@ -71,6 +71,7 @@ class BlockPoolCore(PrefixCache):
         Raises:
             OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
+            Whatever a reuse watcher raises; all blocks are back in the queue.
             CorruptedPoolError: a free block has references that something else wrote. All blocks are
                 back in the queue; those before it have lost their hash.
 
@@ -93,7 +94,11 @@ class BlockPoolCore(PrefixCache):
         # A running request grows by one block at a time: worth a tenth of such a call (bench_block_pool.py).
         blocks = [queue.popleft()] if num_blocks == 1 else queue.popleft_n(num_blocks)
         if self._reuse_watchers:
-            self._tell_watchers(blocks)
+            try:
+                self._tell_watchers(blocks)
+            except BaseException:
+                queue.prepend_n(blocks)
+                raise
         caching = self.enable_caching
         observer = self.metrics_collector
         if observer is None:

@@ -224,6 +224,19 @@ def test_a_watcher_outlasts_a_touch_and_gives_way_to_a_later_one():
     assert seen == ["second"]
 
 
+def test_a_watcher_that_fails_costs_no_block():
+    pool = make_pool("free: 3 | in use: 1* 2*")
+
+    def fail(block):
+        raise KeyError("gone")
+
+    pool.unpin_blocks(blocks(pool, 2, 1), fail)
+    with pytest.raises(KeyError):
+        pool.get_new_blocks(2)
+    assert state(pool) == "free: 3 2* 1*"
+    invariants.check(pool)
+
+
 def test_a_reset_tells_all_watchers_while_hashes_are_still_there():
     pool = make_pool("free: 3 | in use: 1* 2*")
     seen = []
