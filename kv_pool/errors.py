@@ -7,6 +7,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 |---|---|---|
 | `OutOfBlocksError` | `ValueError` | more blocks asked for than are free |
 | `InvalidArgumentError` | `ValueError`, `AssertionError` | a number, range or name that cannot be meant |
+| `GroupIdError` | `OverflowError`, as `InvalidArgumentError` | a group id that does not fit into a key |
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
 | `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
@@ -26,6 +27,10 @@ class OutOfBlocksError(KVPoolError, ValueError):
 
 class InvalidArgumentError(KVPoolError, ValueError, AssertionError):
     """An argument that can not be meant, such as a negative count. Nothing has changed."""
+
+
+class GroupIdError(InvalidArgumentError, OverflowError):
+    """A KV cache group id that does not fit into 4 bytes unsigned. Nothing has changed."""
 
 
 class InvalidTypeError(KVPoolError, TypeError):

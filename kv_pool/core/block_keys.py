@@ -1,6 +1,6 @@
 """Keys of the prefix map: a block hash and a KV cache group in one string of bytes, and back."""
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import GroupIdError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
 MAX_GROUP_ID = 2**32 - 1
@@ -12,12 +12,12 @@ def group_suffix(group_id: int) -> bytes:
     """A group id as the end of a key: 4 bytes, big-endian, unsigned.
 
     Raises:
-        InvalidArgumentError: it does not fit.
+        GroupIdError: it does not fit.
     """
     if group_id == 0:
         return _GROUP_0
     if group_id < 0 or group_id > MAX_GROUP_ID:
-        raise InvalidArgumentError(f"KV cache group id {group_id} is not in 0..{MAX_GROUP_ID}")
+        raise GroupIdError(f"KV cache group id {group_id} is not in 0..{MAX_GROUP_ID}")
     return group_id.to_bytes(4, "big")
 
 
@@ -25,7 +25,7 @@ def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> Block
     """The prefix map's key for this hash in this group.
 
     Raises:
-        InvalidArgumentError: `group_id` does not fit into 4 bytes unsigned.
+        GroupIdError: `group_id` does not fit into 4 bytes unsigned.
     """
     return BlockHashWithGroupId(block_hash + group_suffix(group_id))
 

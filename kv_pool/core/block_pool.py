@@ -34,7 +34,7 @@ class BlockPool(BlockPoolCore):
         free_block_queue: the free blocks in eviction order.
         cached_block_hash_to_block: the prefix map.
         null_block: block 0; stands for "no KV here" in a block table.
-        num_evictions: how many times a block has lost its hash, counting up for the pool's whole life.
+        num_evictions: how many keys blocks have lost, to reuse, eviction, a reset or a move; only grows.
 
     Not thread-safe: one scheduler thread calls it. Pools compare by identity.
     Contract: vLLM 0.33 `BlockPool`.

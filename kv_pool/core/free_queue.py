@@ -45,6 +45,14 @@ class FreeKVCacheBlockQueue:
         # A link is cut only where both ends agree: the blocks may be in a younger queue by now.
         if not self._is_made:
             return
+        # From both ends, in case something cut the way between them.
+        block = self.fake_free_list_tail
+        before = block.prev_free_block
+        while before is not None and before.next_free_block is block:
+            block.prev_free_block = None
+            before.next_free_block = None
+            block = before
+            before = block.prev_free_block
         block = self.fake_free_list_head
         after = block.next_free_block
         while after is not None and after.prev_free_block is block:

@@ -58,6 +58,17 @@ class BlockHashToBlockMap:
         else:
             raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
+    def add(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> bool:
+        """As `insert`, but False, with nothing changed, if a block with this id carries `key` already."""
+        found = self._cache.get(key)
+        if found is None:
+            self._cache[key] = block
+            return True
+        if self.contain(key, block.block_id):
+            return False
+        self.insert(key, block)
+        return True
+
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Forget that the block with this id carries `key`.
 

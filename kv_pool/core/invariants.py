@@ -103,6 +103,8 @@ def check_prefix_map(pool: BlockPool) -> None:
         for block_id, block in copies.items():
             if block.block_id != block_id:
                 raise CorruptedPoolError(f"M1: block {block.block_id} is mapped under the id {block_id}")
+            if not 0 <= block_id < len(pool.blocks) or pool.blocks[block_id] is not block:
+                raise CorruptedPoolError(f"P2: the map has a block {block_id} that is not this pool's")
             if (key, block_id) not in carried:
                 raise CorruptedPoolError(
                     f"P2: the map has block {block_id} under {key.hex()}, which it does not carry"

@@ -1,7 +1,7 @@
 """`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mypy_extensions import mypyc_attr
@@ -11,7 +11,7 @@ from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import MEDIUM_GPU, AllBlocksCleared
 from kv_pool.core.observer import BlockObserver
-from kv_pool.core.prefix_cache import PrefixCache, evict, raise_typed
+from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, raise_typed
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -155,7 +155,7 @@ class BlockPoolCore(PrefixCache):
         try:
             for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
                 if block._owner is not owner:
-                    self._check_bare(block, "touch()")
+                    check_ours(block, owner, "touch()")
                 if block.is_null:
                     continue
                 if block.ref_cnt == 0:
@@ -173,7 +173,7 @@ class BlockPoolCore(PrefixCache):
             for block in listed[:index]:
                 if not block.is_null:
                     block.ref_cnt -= 1
-            raise_typed(error, listed, index, "touch()")
+            raise_typed(error, listed, "touch()")
         queue = self.free_block_queue
         for block in freed:
             queue.remove(block)
@@ -236,7 +236,7 @@ class BlockPoolCore(PrefixCache):
             for block in listed[:index]:
                 if not block.is_null and (block._owner is owner or block._owner is None):
                     block.ref_cnt += 1
-            raise_typed(error, listed, index, "free_blocks()")
+            raise_typed(error, listed, "free_blocks()")
         queue = self.free_block_queue
         if reused_first:
             queue.prepend_n(reused_first)
@@ -256,14 +256,18 @@ class BlockPoolCore(PrefixCache):
 
         Raises:
             InvalidBlockError: a block is null, free, or listed more often than it is referenced.
-            InvalidTypeError: not a block. In both cases nothing has changed.
+            InvalidTypeError: not a block, or nothing to call. In both cases nothing has changed.
         Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
         """
+        if not callable(on_reuse):
+            raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; it is called with the block")
+        owner = self._owner
         listed: list[KVCacheBlock] = list(blocks)
         released: list[KVCacheBlock] = []
         index = -1
         try:
             for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
+                check_ours(block, owner, "unpin_blocks()")
                 if block.is_null or block.ref_cnt < 1:
                     raise InvalidBlockError(
                         f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
@@ -275,7 +279,7 @@ class BlockPoolCore(PrefixCache):
         except Exception as error:
             for block in listed[:index]:
                 block.ref_cnt += 1
-            raise_typed(error, listed, index, "unpin_blocks()")
+            raise_typed(error, listed, "unpin_blocks()")
         for block in listed:
             self._reuse_watchers[block.block_id] = on_reuse
         self.free_block_queue.append_n(released)
@@ -288,16 +292,9 @@ class BlockPoolCore(PrefixCache):
         """Is this bare block in our queue, not in another's? O(num_free_blocks), for bare blocks only."""
         return any(free is block for free in self.free_block_queue.iter_blocks_after(None))
 
-    def _check_bare(self, block: KVCacheBlock, call: str) -> None:
-        """Raise unless `block`, which is not marked as ours, was made outside any pool (or is null)."""
-        if block._owner is not None and not block.is_null:
-            raise InvalidBlockError(
-                f"block {block.block_id} belongs to another pool; {call} takes blocks of this one"
-            )
-
     # ---- evicting --------------------------------------------------------------------------------
 
-    def evict_blocks(self, block_ids: Collection[int]) -> None:
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make these blocks unfindable, free or in use; references and queue places stay as they are.
 
         Raises:
@@ -305,7 +302,8 @@ class BlockPoolCore(PrefixCache):
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        for block_id in block_ids:
+        listed: list[int] = list(block_ids)
+        for block_id in listed:
             if not isinstance(block_id, int):
                 raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(block_id).__name__}")
             if block_id < 0 or block_id >= self.num_gpu_blocks:
@@ -313,7 +311,7 @@ class BlockPoolCore(PrefixCache):
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
                     "Did a KV connector report a block that was never allocated here?"
                 )
-        for block_id in block_ids:
+        for block_id in listed:
             self._maybe_evict_cached_block(self.blocks[block_id])
 
     def reset_prefix_cache(self) -> bool:
@@ -332,14 +330,21 @@ class BlockPoolCore(PrefixCache):
                 "prefix cache not reset: %d blocks are still in use", num_in_use
             )
             return False
-        self.num_evictions += len(self.cached_block_hash_to_block)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
+        for secondary in self.cached_block_hashes_by_block.values():
+            self.num_evictions += len(secondary)
         self.cached_block_hashes_by_block.clear()
-        if self._reuse_watchers:
-            self._tell_watchers([self.blocks[block_id] for block_id in list(self._reuse_watchers)])
-        for block in self.blocks:
-            block._block_hash = None
-            block._block_hash_num_tokens = None
+        try:
+            if self._reuse_watchers:
+                watched = [block_id for block_id in self._reuse_watchers if block_id < self.num_gpu_blocks]
+                self._tell_watchers([self.blocks[block_id] for block_id in watched])
+                self._reuse_watchers.clear()  # what is left waits for bare blocks
+        finally:
+            for block in self.blocks:
+                if block._block_hash is not None:
+                    self.num_evictions += 1
+                    block._block_hash = None
+                    block._block_hash_num_tokens = None
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
         if self.enable_kv_cache_events:

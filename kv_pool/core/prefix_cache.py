@@ -133,7 +133,7 @@ class PrefixCache:
         num_full_blocks: int,
         block_size: int,
         kv_cache_group_id: int,
-        block_mask: Sequence[bool] | None = None,
+        block_mask: Sequence[Any] | None = None,
     ) -> None:
         """Make the request's blocks `[num_cached_blocks, num_full_blocks)` findable by their prefix.
 
@@ -180,6 +180,8 @@ class PrefixCache:
                 if block.is_null or (block_mask is not None and not block_mask[index]):
                     keys.append(None)
                     continue
+                if block._owner is not owner:
+                    check_ours(block, owner, "cache_full_blocks()")
                 keys.append(BlockHashWithGroupId(hashes[index] + suffix))
                 if block._block_hash is not None:
                     covered = block._block_hash_num_tokens
@@ -193,7 +195,7 @@ class PrefixCache:
                         f"block {block.block_id} is free; only blocks in use can be cached"
                     )
         except Exception as error:
-            raise_typed(error, range_blocks, index, "cache_full_blocks()")
+            raise_typed(error, range_blocks, "cache_full_blocks()")
 
         hash(tuple(keys))  # raises here, where nothing has changed yet, for a hash that can be no key
         # Built before anything changes, since it reads the request; appended after the removals.
@@ -214,9 +216,9 @@ class PrefixCache:
                 continue
             if block._block_hash is not None:
                 evict(self, block)
-            block._block_hash = key
-            block._block_hash_num_tokens = num_tokens
-            cache.insert(key, block)
+            if cache.add(key, block):
+                block._block_hash = key
+                block._block_hash_num_tokens = num_tokens
         if event is not None:
             self.kv_event_queue.append(event)
 
@@ -250,7 +252,7 @@ class PrefixCache:
         One `BlockStored` from the start of the sequence, every block counted; none with events off or for 0
         blocks. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
         """
-        if not self.enable_kv_cache_events or num_cached_blocks == 0:
+        if not self.enable_kv_cache_events or num_cached_blocks <= 0:
             return
         keys: list[BlockHashWithGroupId | None] = []
         for block_hash in self._hashes_of(request, 0, num_cached_blocks, block_size):
@@ -281,11 +283,15 @@ class PrefixCache:
         `BlockStored` over the last `hash_block_size` tokens, unless the block had that key.
 
         Raises:
-            InvalidArgumentError: sizes or a count that do not fit. Nothing has changed.
+            InvalidArgumentError: sizes or a count that do not fit.
+            InvalidBlockError: the block is free, or another pool's. In both cases nothing has changed.
         Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
         """
         if block.is_null:
             return None
+        check_ours(block, self._owner, "cache_partial_block()")
+        if block.ref_cnt <= 0 and block._owner is not None:
+            raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
         unit = self.hash_block_size
         if block_size < 1 or block_size % unit:
             raise InvalidArgumentError(f"block_size {block_size} is not a multiple of hash_block_size {unit}")
@@ -324,6 +330,9 @@ class PrefixCache:
 
         No event. vLLM's CPU offloading calls this one by name.
         """
+        check_ours(block, self._owner, "_insert_block_hash()")
+        if block.is_null:
+            raise InvalidBlockError("the null block is never cached")
         key = block_hash_with_group_id
         if block._block_hash == key or self.cached_block_hash_to_block.contain(key, block.block_id):
             return
@@ -338,16 +347,23 @@ class PrefixCache:
 
         For a request that goes on writing into a cached block. No events: the prefixes stay cached.
         Raises:
-            InvalidBlockError: `dst_block` has a key already. Nothing has changed.
+            InvalidBlockError: `dst_block` has a key already or is null, or one is another pool's. Nothing has
+                changed.
         Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
         """
+        check_ours(src_block, self._owner, "move_block_hashes()")
+        check_ours(dst_block, self._owner, "move_block_hashes()")
+        if dst_block.is_null:
+            raise InvalidBlockError("the null block is never cached")
         if dst_block._block_hash is not None or dst_block.block_id in self.cached_block_hashes_by_block:
             raise InvalidBlockError(
                 f"block {dst_block.block_id} carries hashes of its own; evict it before it takes over those "
                 f"of block {src_block.block_id}"
             )
         num_tokens = src_block._block_hash_num_tokens
-        for key in drop_keys(self, src_block):
+        keys = drop_keys(self, src_block)
+        self.num_evictions += len(keys)
+        for key in keys:
             self._insert_block_hash(key, dst_block, num_tokens)
 
     def _make_stored(
@@ -396,6 +412,7 @@ class PrefixCache:
 
         vLLM's Mamba manager calls this one by name.
         """
+        check_ours(block, self._owner, "_maybe_evict_cached_block()")
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
         return evict(self, block)
@@ -440,7 +457,15 @@ def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroup
     return dropped
 
 
-def raise_typed(error: Exception, listed: Sequence[object], index: int, call: str) -> None:
+def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
+    """Raise InvalidBlockError if `block` is another pool's; a bare or a null block is nobody's."""
+    if block._owner is not owner and block._owner is not None and not block.is_null:
+        raise InvalidBlockError(
+            f"block {block.block_id} belongs to another pool; {call} takes blocks of this one"
+        )
+
+
+def raise_typed(error: Exception, listed: Sequence[object], call: str) -> None:
     """Raise `error`, or an InvalidTypeError where it came from an element that is not a block."""
     for position, element in enumerate(listed):
         if not isinstance(element, KVCacheBlock):

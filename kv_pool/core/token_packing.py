@@ -78,11 +78,13 @@ def _pack_cbor_vectorized(words: Any, block_size: int, num_blocks: int) -> list[
 def _to_words(token_ids: Sequence[int]) -> Any:
     """The token ids as an array of unsigned 64-bit integers, after checking that they are."""
     listed: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if isinstance(listed, (bytes, bytearray)):
+        listed = list(listed)  # array() would take them for packed words
     try:
         return array("Q", listed)
     except (OverflowError, TypeError) as error:
         for position, token_id in enumerate(listed):
-            if not isinstance(token_id, int):
+            if not hasattr(token_id, "__index__"):
                 raise InvalidTypeError(
                     f"token {position} is a {type(token_id).__name__} ({token_id!r}); token ids are ints"
                 ) from error

@@ -61,7 +61,10 @@ class KVCacheManager:
 
     def __init__(self, block_pool: BlockPool, block_size: int | None = None) -> None:
         self.block_pool = block_pool
-        self.block_size = block_pool.hash_block_size if block_size is None else block_size
+        try:
+            self.block_size = block_pool.hash_block_size if block_size is None else index(block_size)
+        except TypeError as error:
+            raise InvalidTypeError(f"block_size counts tokens: {error}") from error
         if self.block_size < 1 or self.block_size % block_pool.hash_block_size:
             raise InvalidArgumentError(
                 f"block_size {block_size} is not a multiple of the pool's hash_block_size "
@@ -90,6 +93,7 @@ class KVCacheManager:
         if self.block_pool.enable_caching:
             limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
             hashes = request.block_hashes
+            self._check_hash_size(request)
             if self._stride > 1:
                 hashes = hashes[self._stride - 1 :: self._stride]
             blocks = self.block_pool.find_cached_prefix(hashes, limit // self.block_size, _GROUP_ID)
@@ -122,7 +126,8 @@ class KVCacheManager:
             The blocks added besides the prefix, or None when they do not fit, with nothing changed. Free
             prefix blocks count as needed: they leave the free queue too.
         Raises:
-            InvalidArgumentError: a negative count, a prefix for another request or for one with blocks.
+            InvalidArgumentError: a negative count, more computed tokens than there are slots, a prefix for
+                another request or for one with blocks.
             InvalidBlockError: the prefix is stale: a block was given to somebody else since. Look it up
                 again. In all cases nothing has changed.
         Full blocks of known tokens become findable at once.
@@ -139,10 +144,15 @@ class KVCacheManager:
         if num_new_tokens < 0:
             raise InvalidArgumentError(f"num_new_tokens is {num_new_tokens}; it counts tokens, 0 or more")
         hits: list[KVCacheBlock] = []
-        if cached_prefix is not None and cached_prefix.blocks:
+        if cached_prefix is not None:
             self._check_prefix(request, cached_prefix, table)
             hits = cached_prefix.blocks
         num_held = 0 if table is None else len(table.blocks)
+        if not 0 <= num_computed_tokens <= num_held * self.block_size:
+            raise InvalidArgumentError(
+                f"request {request_id!r} says {num_computed_tokens} tokens are computed, but holds "
+                f"{num_held} blocks of {self.block_size}; set num_computed_tokens to 0 when it is freed"
+            )
         num_tokens = num_computed_tokens + len(hits) * self.block_size + num_new_tokens
         num_blocks = -(-num_tokens // self.block_size)
         num_new_blocks = max(0, num_blocks - num_held - len(hits))
@@ -183,7 +193,7 @@ class KVCacheManager:
                 has changed.
         """
         table = self._table_of(request.request_id)
-        if num_computed_tokens // self.block_size > len(table.blocks):
+        if not 0 <= num_computed_tokens <= len(table.blocks) * self.block_size:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} has slots for {len(table.blocks) * self.block_size} tokens, "
                 f"not {num_computed_tokens}; call allocate_slots() first"
@@ -220,7 +230,7 @@ class KVCacheManager:
         """The pool's events since the last call; stores say the kind of attention of their group."""
         events = self.block_pool.take_events()
         for event in events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, BlockStored) and event.group_idx == _GROUP_ID:
                 event.kv_cache_spec_kind = _SPEC_KIND
         return events
 
@@ -253,6 +263,7 @@ class KVCacheManager:
         """Raise now what caching blocks `[num_cached_blocks, num_full_blocks)` would raise later."""
         if num_full_blocks <= num_cached_blocks:
             return
+        self._check_hash_size(request)
         hashes = request.block_hashes
         num_hashed = len(hashes) // self._stride
         if num_full_blocks > num_hashed:
@@ -269,6 +280,15 @@ class KVCacheManager:
         if self.block_pool.enable_kv_cache_events:
             check_announceable(request)
 
+    def _check_hash_size(self, request: SchedulableRequest) -> None:
+        num_hashed_tokens = len(request.block_hashes) * self.block_pool.hash_block_size
+        if num_hashed_tokens > request.num_tokens:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
+                f"{num_hashed_tokens}. Was its hasher made with another block size than the pool's "
+                f"{self.block_pool.hash_block_size}?"
+            )
+
     def _check_prefix(
         self, request: SchedulableRequest, prefix: CachedPrefix, table: BlockTable | None
     ) -> None:
@@ -276,7 +296,7 @@ class KVCacheManager:
             raise InvalidArgumentError(
                 f"the cached prefix was found for request {prefix.request_id!r}, not {request.request_id!r}"
             )
-        if table is not None or request.num_computed_tokens:
+        if prefix.blocks and (table is not None or request.num_computed_tokens):
             raise InvalidArgumentError(
                 f"request {request.request_id!r} has blocks already; a cached prefix goes in front of all"
             )

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash
 
 
@@ -92,7 +93,9 @@ class Request:
         session_id: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self.all_token_ids: list[int] = list(prompt_token_ids)
+        self.all_token_ids: list[int] = _to_list(prompt_token_ids)
+        if not self.all_token_ids:
+            raise InvalidArgumentError(f"request {request_id!r} has an empty prompt; it needs a token")
         self.num_prompt_tokens = len(self.all_token_ids)
         self.lora_request = lora_request
         self.mm_features = mm_features
@@ -113,7 +116,7 @@ class Request:
         Raises:
             InvalidArgumentError, InvalidTypeError: not token ids; nothing has changed.
         """
-        appended = list(token_ids)
+        appended = _to_list(token_ids)
         num_tokens = len(self.all_token_ids)
         self.all_token_ids.extend(appended)
         try:
@@ -121,3 +124,8 @@ class Request:
         except Exception:
             del self.all_token_ids[num_tokens:]
             raise
+
+
+def _to_list(token_ids: Sequence[int]) -> list[int]:
+    """A list of Python ints, of a numpy array too: numpy's own can not go into events."""
+    return list(token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)

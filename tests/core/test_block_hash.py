@@ -198,3 +198,9 @@ def test_with_lookahead_a_block_waits_for_the_tokens_after_it(algorithm):
 def test_a_negative_lookahead_is_refused():
     with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens is -1"):
         BlockHasher(num_lookahead_tokens=-1)
+
+
+def test_bytes_are_token_ids_one_each():
+    hasher = BlockHasher("sha256", "s", 4)
+    assert hasher.hash_blocks(bytes(range(8))) == hasher.hash_blocks(range(8))
+    assert hasher.hash_blocks(bytearray(range(8))) == hasher.hash_blocks(range(8))

@@ -264,3 +264,93 @@ def test_only_an_unshared_uncached_block_is_writable():
     pool = make_pool("free: 4 | in use: 1 2x2 3*")
     writable = [block.block_id for block in pool.blocks if pool.is_block_writable(block)]
     assert writable == [1]
+
+
+# ---- blocks that do not belong here
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool, block: pool.unpin_blocks([block], print),
+        lambda pool, block: pool.cache_full_blocks(REQUEST, [pool.null_block, block], 0, 2, 4, 0),
+        lambda pool, block: pool.cache_partial_block(REQUEST, block, 8, 0, 16),
+        lambda pool, block: pool.move_block_hashes(pool.blocks[1], block),
+        lambda pool, block: pool.move_block_hashes(block, pool.blocks[2]),
+        lambda pool, block: pool._insert_block_hash(b"key", block, 4),
+        lambda pool, block: pool._maybe_evict_cached_block(block),
+        lambda pool, block: pool.touch([block]),
+    ],
+)
+def test_a_block_of_another_pool_changes_neither(call):
+    pool, other = make_pool("free: 3 | in use: 1* 2"), make_pool("free: 3 | in use: 1 2*")
+    for block in blocks(other, 1, 2):
+        with pytest.raises(InvalidBlockError, match="belongs to another pool"):
+            call(pool, block)
+    assert state(pool) == "free: 3 | in use: 1* 2"
+    assert state(other) == "free: 3 | in use: 1 2*"
+    invariants.check(pool)
+    invariants.check(other)
+
+
+def test_the_null_block_takes_no_keys():
+    pool = make_pool("free: 2 | in use: 1*")
+    with pytest.raises(InvalidBlockError, match="the null block is never cached"):
+        pool.move_block_hashes(pool.blocks[1], pool.null_block)
+    with pytest.raises(InvalidBlockError, match="the null block is never cached"):
+        pool._insert_block_hash(b"key", pool.null_block, 4)
+    assert state(pool) == "free: 2 | in use: 1*"
+    invariants.check(pool)
+
+
+def test_a_free_block_is_not_cached_partially():
+    pool = make_pool("free: 1 2")
+    with pytest.raises(InvalidBlockError, match="block 1 is free"):
+        cache_partially(pool, 1, 8)
+    assert state(pool) == "free: 1 2"
+
+
+def test_a_key_that_the_map_has_for_the_block_already_changes_nothing():
+    pool = make_pool("free: 2 | in use: 1")
+    pool.cached_block_hash_to_block.insert(hash_of(11) + GROUP, pool.blocks[1])
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 4, 0)
+    assert pool.blocks[1].block_hash is None
+    assert pool.cached_block_hash_to_block._cache == {hash_of(11) + GROUP: pool.blocks[1]}
+
+
+def test_what_is_called_on_reuse_can_be_called():
+    pool = make_pool("free: 2 | in use: 1")
+    with pytest.raises(TypeError):
+        pool.unpin_blocks(blocks(pool, 1), 5)
+    assert state(pool) == "free: 2 | in use: 1"
+
+
+def test_a_watcher_that_fails_in_a_reset_leaves_no_hash_behind():
+    pool = make_pool("free: 2* | in use: 1*")
+
+    def fail(block):
+        raise KeyError("gone")
+
+    pool.unpin_blocks(blocks(pool, 1), fail)
+    with pytest.raises(KeyError):
+        pool.reset_prefix_cache()
+    assert state(pool) == "free: 2 1"
+    invariants.check(pool)
+
+
+def test_evictions_count_keys():
+    pool = make_pool("free: 4 | in use: 1 2 3*")
+    cache_partially(pool, 1, 12)
+    cache_partially(pool, 1, 4)
+    pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
+    assert pool.num_evictions == 2
+    pool.evict_blocks(iter([3]))
+    assert pool.num_evictions == 3
+    pool.free_blocks(blocks(pool, 1, 2, 3))
+    pool.reset_prefix_cache()
+    assert pool.num_evictions == 5
+
+
+def test_a_group_that_does_not_fit_is_an_overflow_too():
+    with pytest.raises(OverflowError):
+        make_block_hash_with_group_id(b"hash", 2**32)

@@ -369,3 +369,67 @@ def test_with_lookahead_a_block_is_cached_once_the_tokens_after_it_are_known():
     manager.allocate_slots(request, 1)
     assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
     assert manager.get_computed_blocks(Request("b", range(12), hasher)).num_tokens == 8
+
+
+def test_a_prefix_whose_keys_were_moved_away_is_stale():
+    manager = make_manager()
+    start(manager, make_request("a", range(8)))
+    late = make_request("b", range(9))
+    prefix = manager.get_computed_blocks(late)
+    (copy,) = manager.block_pool.get_new_blocks(1)
+    manager.block_pool.move_block_hashes(manager.block_pool.blocks[1], copy)
+    with pytest.raises(InvalidBlockError, match="has been given to somebody else since"):
+        manager.allocate_slots(late, 1, prefix)
+
+
+def test_a_hasher_with_smaller_blocks_than_the_pool_is_noticed():
+    manager = make_manager()
+    request = Request("a", range(8), BlockHasher(block_size=2))
+    with pytest.raises(InvalidArgumentError, match="has 8 tokens but hashes for 16"):
+        manager.get_computed_blocks(request)
+    with pytest.raises(InvalidArgumentError, match="has 8 tokens but hashes for 16"):
+        manager.allocate_slots(request, 8)
+    assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
+
+
+@pytest.mark.parametrize("count", [-1, 9])
+def test_computed_tokens_that_have_no_slots_are_noticed(count):
+    manager = make_manager()
+    request = make_request("a", range(12))
+    manager.allocate_slots(request, 8)
+    request.num_computed_tokens = count
+    with pytest.raises(InvalidArgumentError, match=f"says {count} tokens are computed, but holds 2 blocks"):
+        manager.allocate_slots(request, 4)
+    assert manager.get_block_ids("a") == [1, 2]
+
+
+def test_a_request_that_was_freed_starts_from_nothing():
+    manager = make_manager()
+    request = make_request("a", range(8))
+    start(manager, request)
+    manager.free(request)
+    with pytest.raises(InvalidArgumentError, match="set num_computed_tokens to 0 when it is freed"):
+        manager.allocate_slots(request, 1)
+
+
+def test_an_empty_prefix_of_another_request_is_refused():
+    manager = make_manager()
+    prefix = manager.get_computed_blocks(make_request("b", range(9)))
+    assert prefix.blocks == []
+    with pytest.raises(InvalidArgumentError, match="was found for request 'b', not 'c'"):
+        manager.allocate_slots(make_request("c", range(9)), 9, prefix)
+
+
+def test_only_events_of_its_own_group_say_full_attention():
+    manager = make_manager(enable_kv_cache_events=True)
+    request = make_request("a", range(8))
+    start(manager, request)
+    blocks = manager.block_pool.get_new_blocks(2)
+    manager.block_pool.cache_full_blocks(request, blocks, 0, 2, 4, 5)
+    kinds = [event.kv_cache_spec_kind for event in manager.take_events()]
+    assert kinds == ["full_attention", None]
+
+
+def test_a_block_size_that_is_no_int_is_refused():
+    with pytest.raises(InvalidTypeError, match="block_size counts tokens"):
+        KVCacheManager(BlockPool(9, True, 4), 4.0)

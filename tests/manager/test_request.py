@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from kv_pool import BlockHasher, InvalidArgumentError, InvalidTypeError, Request
@@ -57,3 +58,14 @@ def test_tokens_that_break_off_are_not_appended():
     with pytest.raises(KeyError):
         request.append_output_token_ids(broken())
     assert request.all_token_ids == [1, 2, 3]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(InvalidArgumentError, match="empty prompt"):
+        Request("r", [], BlockHasher())
+
+
+def test_a_numpy_prompt_becomes_python_ints():
+    request = Request("r", np.arange(4), BlockHasher(block_size=4))
+    request.append_output_token_ids(np.array([9]))
+    assert {type(token_id) for token_id in request.all_token_ids} == {int}
