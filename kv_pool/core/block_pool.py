@@ -39,3 +39,9 @@ class BlockPool(BlockPoolCore):
     Not thread-safe: one scheduler thread calls it. Pools compare by identity.
     Contract: vLLM 0.33 `BlockPool`.
     """
+
+    def __delattr__(self, name: str) -> None:
+        # mypyc (2.4) calls a compiled property's setter with a null pointer here, and crashes.
+        if name == "kv_event_queue":
+            raise AttributeError("kv_event_queue can not be deleted; take_events() empties it")
+        super().__delattr__(name)

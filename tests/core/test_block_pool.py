@@ -77,6 +77,16 @@ def test_a_dropped_pool_is_freed_at_once_without_the_cyclic_gc():
         gc.enable()
 
 
+def test_a_pool_is_an_ordinary_object_but_for_its_event_queue():
+    pool = make_pool("free: 1")
+    pool.note = "mine"
+    del pool.note
+    assert not hasattr(pool, "note")
+    with pytest.raises(AttributeError):
+        del pool.kv_event_queue
+    assert pool.kv_event_queue == []
+
+
 def test_a_subclass_may_redirect_the_event_queue():
     class Shared(BlockPool):
         def __init__(self, events):
