@@ -141,7 +141,9 @@ class Trace:
                     if not isinstance(error, TraceError):
                         message = f"{self.path}:{number}: {error}"
                     if not self.skip_broken:
-                        raise TraceError(message) from error
+                        raise TraceError(
+                            f"{message} (--skip-broken or skip_broken=True passes over such lines)"
+                        ) from error
                     self.num_broken += 1
                     if self.first_broken is None:
                         self.first_broken = message
