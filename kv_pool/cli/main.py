@@ -6,7 +6,7 @@ from kv_pool.errors import KVPoolError
 
 
 def main() -> None:
-    """Run a sub-command; what the user got wrong is one line on stderr and exit status 2."""
+    """Run a sub-command. What the library refuses is one line on stderr and exit status 2."""
     try:
         import rich  # noqa: F401
         import typer

@@ -154,8 +154,9 @@ class PrefixCache:
 
         Raises:
             InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
-            InvalidBlockError: a block is free, or cached for as many tokens or more.
-            InvalidTypeError: not a block. In all cases nothing has changed.
+            InvalidBlockError: a block is free, another pool's, or cached for as many tokens or more.
+            InvalidTypeError: not a block. In all cases, and when the request lacks what an event needs,
+                nothing has changed.
         Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
         """
         if num_cached_blocks >= num_full_blocks:
