@@ -517,15 +517,13 @@ def evict(pool: PrefixCache, block: KVCacheBlock) -> bool:
 
 
 def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
-    """`evict` for each of these blocks that has a key, in order."""
+    """`evict` for each of these blocks, in order."""
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     # Only what the map's own counts and flags vouch for is deleted without a look at the entry first.
     is_sure = cache._num_keys == len(entries) and not pool.cached_block_hashes_by_block
     keys: list[BlockHashWithGroupId] = []
     for block in blocks:
-        if block._block_hash is None:
-            continue
         if is_sure and block._is_found_by_hash:
             key = cast(BlockHashWithGroupId, block._block_hash)
             del entries[key]
@@ -534,7 +532,7 @@ def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
             block._num_hash_tokens = -1
             block._is_found_by_hash = False
             keys.append(key)
-        else:
+        elif block._block_hash is not None or pool.cached_block_hashes_by_block:
             keys.extend(drop_keys(pool, block))
     note_evicted(pool, keys)
 
