@@ -1,0 +1,1 @@
+"""The pool under engines that bring their own scheduler."""
