@@ -195,7 +195,7 @@ def main() -> None:
     mode = "compiled" if kv_pool.COMPILED else "plain"
     provenance = describe_run([mode])
     print(
-        f"{num_requests:,} requests of {options.trace}: {num_blocks:,} blocks of {options.block_size} tokens, "
+        f"{num_requests:,} requests, {num_blocks:,} blocks of {options.block_size} tokens, "
         f"{num_hit_tokens:,} tokens hit; pools of {options.blocks:,}; kv_pool {mode}"
     )
     print(f"{'µs/request':30}{'look up':>10}{'allocate':>10}{'free':>10}{'all':>10}{'vLLM / this':>13}")
