@@ -42,7 +42,6 @@ class KVCacheBlock:
 
     __slots__ = (
         "_block_hash",
-        "_is_found_by_hash",
         "_next_cached_id",
         "_num_hash_tokens",
         "_owner",
@@ -71,12 +70,10 @@ class KVCacheBlock:
         self._block_hash: Any = _block_hash
         # -1 for unknown: a native number, so that caching a block allocates none.
         self._num_hash_tokens: i32 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
-        # Set by the pool only: the prefix map's entry for the block's primary key is this block and no other.
-        # Whoever has the block need not ask the map then.
-        self._is_found_by_hash: bool = False
-        # Which block of the pool held the next part of the sequence when this one was last cached: a guess
-        # that saves a walk through the map, and is checked before it is believed.
-        self._next_cached_id: i32 = 0
+        # Written by the pool only. -1, or the prefix map's entry for the primary key is this block alone, and
+        # the number is the id of the block that held the next part of the sequence when this one was last
+        # cached, 0 if none did: a guess that saves a walk through the map, and is checked before it is used.
+        self._next_cached_id: i32 = -1
         self.prev_free_block: KVCacheBlock | None = prev_free_block
         self.next_free_block: KVCacheBlock | None = next_free_block
         self.is_null: bool = is_null
@@ -116,13 +113,13 @@ class KVCacheBlock:
             )
         self._block_hash = block_hash
         self._num_hash_tokens = -1 if num_tokens is None else num_tokens
-        self._is_found_by_hash = False
+        self._next_cached_id = -1
 
     def reset_hash(self) -> None:
         """Forget hash and token count. The prefix map is not told; `BlockPool` does both together."""
         self._block_hash = None
         self._num_hash_tokens = -1
-        self._is_found_by_hash = False
+        self._next_cached_id = -1
 
     def __repr__(self) -> str:
         before = self.prev_free_block

@@ -9,7 +9,7 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
 MAX_GROUP_ID = 2**32 - 1
 
-_GROUP_0 = b"\0\0\0\0"
+GROUP_0 = b"\0\0\0\0"
 _UNPACK_AT_ONCE = 64
 # From (bytes before, bytes after, strings) to what unpacks so many: at most 64 for each size of hash in use.
 _unpackers: dict[tuple[int, int, int], Struct] = {}
@@ -22,7 +22,7 @@ def group_suffix(group_id: int) -> bytes:
         GroupIdError: it does not fit.
     """
     if group_id == 0:
-        return _GROUP_0
+        return GROUP_0
     if group_id < 0 or group_id > MAX_GROUP_ID:
         raise GroupIdError(f"KV cache group id {group_id} is not in 0..{MAX_GROUP_ID}")
     return group_id.to_bytes(4, "big")
@@ -35,6 +35,11 @@ def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> Block
         GroupIdError: `group_id` does not fit into 4 bytes unsigned.
     """
     return BlockHashWithGroupId(block_hash + group_suffix(group_id))
+
+
+def is_key(key: bytes, block_hash: bytes, suffix: bytes) -> bool:
+    """Is the key this hash and this end, without making a key to compare with?"""
+    return key.startswith(block_hash) and len(key) == len(block_hash) + 4 and key.endswith(suffix)
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:

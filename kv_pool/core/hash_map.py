@@ -55,11 +55,11 @@ class BlockHashToBlockMap:
             self._cache[key] = block
             self._num_keys += 1
         elif isinstance(found, KVCacheBlock):
-            found._is_found_by_hash = False
-            block._is_found_by_hash = False
+            found._next_cached_id = -1
+            block._next_cached_id = -1
             self._cache[key] = {found.block_id: found, block.block_id: block}
         elif isinstance(found, dict):
-            block._is_found_by_hash = False
+            block._next_cached_id = -1
             found[block.block_id] = block
         else:
             raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
@@ -76,7 +76,7 @@ class BlockHashToBlockMap:
         if isinstance(found, KVCacheBlock):
             if found.block_id != block_id:
                 return None
-            found._is_found_by_hash = False
+            found._next_cached_id = -1
             del self._cache[key]
             self._num_keys -= 1
             return found

@@ -10,7 +10,7 @@
     P5  b.ref_cnt >= 0
     P6  a block with secondary keys has a primary key, which is not among them
     M1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
-    M2  a block that says it is found by its hash is its primary key's entry, bare
+    M2  a block with a _next_cached_id of 0 or more is its primary key's entry, bare
     M3  the map has as many keys as it counts
 
 `check(pool)` raises CorruptedPoolError naming the first that fails. Never compiled: it is for tests,
@@ -120,5 +120,5 @@ def check_prefix_map(pool: BlockPool) -> None:
             f"M3: the map has {len(entries)} keys and counts {pool.cached_block_hash_to_block._num_keys}"
         )
     for block in pool.blocks:
-        if block._is_found_by_hash and entries.get(block._block_hash) is not block:
+        if block._next_cached_id >= 0 and entries.get(block._block_hash) is not block:
             raise CorruptedPoolError(f"M2: block {block.block_id} is not the one entry of its hash")

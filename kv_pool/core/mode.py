@@ -1,6 +1,6 @@
 """`COMPILED`: how the core runs in this installation."""
 
-from kv_pool.core import pool_core
+from kv_pool.core import block
 
-COMPILED: bool = not str(pool_core.__file__).endswith(".py")
+COMPILED: bool = not str(block.__file__).endswith(".py")
 """True when the core runs compiled by mypyc, False when it runs as plain Python."""

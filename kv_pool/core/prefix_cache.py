@@ -13,9 +13,11 @@ from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import (
+    GROUP_0,
     get_block_hash,
     get_group_id,
     group_suffix,
+    is_key,
     make_block_hash_with_group_id,
     make_external_block_hash,
     make_external_block_hashes,
@@ -23,6 +25,7 @@ from kv_pool.core.block_keys import (
 from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, has_extra_keys, untag_extra_keys
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
+from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
@@ -69,8 +72,10 @@ class PrefixCache:
         # and a young collection now lets that visit happen here instead of while requests are served.
         self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
         gc.collect(0)
-        # The block that was looked up last; the next look-up is likely for what was cached after it.
+        # The block that was looked up last; the next look-up is likely for what was cached after it. To check
+        # that guess is cheaper than the map for compiled code, and dearer for interpreted code.
         self._last_found: KVCacheBlock = self.blocks[0]
+        self._num_guessable: i32 = num_blocks if COMPILED else 0
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
@@ -99,24 +104,28 @@ class PrefixCache:
         Contract: vLLM 0.33 `BlockPool.get_cached_block`.
         """
         cache = self.cached_block_hash_to_block
-        if len(kv_cache_group_ids) == 1:
-            suffix = group_suffix(kv_cache_group_ids[0])
-            # Requests are looked up block by block, head first.
-            guess = _find_next(self, self._last_found)
-            if _is_found_under(guess, block_hash, suffix) and cache._num_keys == len(cache._cache):
-                self._last_found = guess
-                return [guess]
-            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
-            if block is None:
-                return None
-            self._last_found = block
-            return [block]
+        entries: dict[Any, Any] = cache._cache
+        if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
+            # Blocks are looked up one by one, head first: likely for what was cached after the last one.
+            next_id = self._last_found._next_cached_id
+            if 0 < next_id < self._num_guessable:
+                guess = self.blocks[next_id]
+                suffix = group_suffix(kv_cache_group_ids[0])
+                if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                    self._last_found = guess
+                    return [guess]
         found: list[KVCacheBlock] = []
         for group_id in kv_cache_group_ids:
-            block = cache.get_one_block(BlockHashWithGroupId(block_hash + group_suffix(group_id)))
-            if block is None:
-                return None
+            # An entry is all but always a block, and a call saved is felt here.
+            key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
+            block = entries.get(key)
+            if not isinstance(block, KVCacheBlock):
+                block = cache.get_one_block(BlockHashWithGroupId(key))
+                if block is None:
+                    return None
             found.append(block)
+        if found:
+            self._last_found = found[0]
         return found
 
     def find_cached_prefix(
@@ -139,17 +148,21 @@ class PrefixCache:
         if max_num_blocks <= 0:
             return found
         cache = self.cached_block_hash_to_block
-        may_guess = cache._num_keys == len(cache._cache)
-        null = self.blocks[0]
-        guess = null
+        blocks = self.blocks
+        num_guessable = self._num_guessable if cache._num_keys == len(cache._cache) else 0
+        next_id = 0
         for block_hash in block_hashes[:max_num_blocks]:
-            if not _is_found_under(guess, block_hash, suffix):
-                block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
-                if block is None:
-                    break
-                guess = block
-            found.append(guess)
-            guess = _find_next(self, guess) if may_guess else null
+            if 0 < next_id < num_guessable:
+                guess = blocks[next_id]
+                if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                    found.append(guess)
+                    next_id = guess._next_cached_id
+                    continue
+            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
+            if block is None:
+                break
+            found.append(block)
+            next_id = block._next_cached_id
         return found
 
     def cache_full_blocks(
@@ -457,20 +470,6 @@ class PrefixCache:
 
 
 # Functions, since a compiled method that subclasses may override is looked up by name at each call.
-def _find_next(pool: PrefixCache, block: KVCacheBlock) -> KVCacheBlock:
-    """The block that held the next part of the sequence when `block` was last cached, or the null block."""
-    next_id = block._next_cached_id
-    return pool.blocks[next_id if next_id < len(pool.blocks) else 0]
-
-
-def _is_found_under(block: KVCacheBlock, block_hash: BlockHash, suffix: bytes) -> bool:
-    """Is the map's entry for this key this block alone? False is no answer: ask the map then."""
-    if not block._is_found_by_hash:
-        return False
-    key = cast(bytes, block._block_hash)
-    return len(key) == len(block_hash) + len(suffix) and key.startswith(block_hash) and key.endswith(suffix)
-
-
 def add_keys(
     pool: PrefixCache,
     before: KVCacheBlock,
@@ -502,7 +501,7 @@ def add_keys(
         if entries.setdefault(key, block) is block and len(entries) > num_keys:
             num_keys += 1
             num_added += 1
-            block._is_found_by_hash = True
+            block._next_cached_id = 0
         elif cache.contain(key, block.block_id):
             continue
         else:
@@ -510,7 +509,7 @@ def add_keys(
         block._block_hash = key
         block._num_hash_tokens = num_tokens
         if block._owner is owner:
-            if not before.is_null:
+            if before._next_cached_id >= 0:
                 before._next_cached_id = block.block_id
             before = block
     cache._num_keys += num_added
@@ -537,11 +536,11 @@ def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
     keys: list[BlockHashWithGroupId] = []
     num_deleted = 0
     for block in blocks:
-        if is_sure and block._is_found_by_hash:
+        if is_sure and block._next_cached_id >= 0:
             key = cast(BlockHashWithGroupId, block._block_hash)
             block._block_hash = None
             block._num_hash_tokens = -1
-            block._is_found_by_hash = False
+            block._next_cached_id = -1
             try:
                 del entries[key]
             except KeyError:  # edited by hand after all

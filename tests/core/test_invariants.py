@@ -93,7 +93,7 @@ def be_one_of_two_and_say_alone(pool):
     key = hash_of(1) + GROUP
     pool.blocks[5].set_block_hash(key)
     pool.cached_block_hash_to_block.insert(key, pool.blocks[5])
-    pool.blocks[1]._is_found_by_hash = True
+    pool.blocks[1]._next_cached_id = 0
 
 
 def count_a_key_too_many(pool):
