@@ -33,7 +33,7 @@ class FreeKVCacheBlockQueue:
     _is_made: bool = False
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
-        listed: list[KVCacheBlock] = list(blocks)
+        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         self.num_free_blocks: int = len(listed)
         self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
         self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)

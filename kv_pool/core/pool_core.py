@@ -41,8 +41,9 @@ class BlockPoolCore(PrefixCache):
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
+        blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         super().__init__(
-            num_gpu_blocks,
+            blocks,
             hash_block_size,
             enable_kv_cache_events,
             metrics_collector,
@@ -53,7 +54,7 @@ class BlockPoolCore(PrefixCache):
         )
         self.num_gpu_blocks: int = num_gpu_blocks
         self.enable_caching: bool = enable_caching
-        self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(self.blocks)
+        self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True

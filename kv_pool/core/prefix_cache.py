@@ -37,7 +37,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        num_blocks: int,
+        blocks: list[KVCacheBlock],
         hash_block_size: int,
         enable_kv_cache_events: bool,
         metrics_collector: BlockObserver | None,
@@ -65,7 +65,6 @@ class PrefixCache:
         self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
         self._kv_event_queue: list[KVCacheEvent] = []
         self._owner: Any = ref(self)
-        blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         for block in blocks:
             block._owner = self._owner
         # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
@@ -75,7 +74,7 @@ class PrefixCache:
         # The block that was looked up last; the next look-up is likely for what was cached after it. To check
         # that guess is cheaper than the map for compiled code, and dearer for interpreted code.
         self._last_found: KVCacheBlock = self.blocks[0]
-        self._num_guessable: i32 = num_blocks if COMPILED else 0
+        self._num_guessable: i32 = len(blocks) if COMPILED else 0
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
