@@ -1,0 +1,1 @@
+"""Ready-made connections to engines."""
