@@ -1,9 +1,9 @@
 """`KVCacheBlock`: what the pool knows about one block of KV slots."""
 
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId
@@ -42,7 +42,9 @@ class KVCacheBlock:
 
     __slots__ = (
         "_block_hash",
-        "_block_hash_num_tokens",
+        "_is_found_by_hash",
+        "_next_cached_id",
+        "_num_hash_tokens",
         "_owner",
         "block_id",
         "is_null",
@@ -55,7 +57,7 @@ class KVCacheBlock:
         self,
         block_id: int,
         ref_cnt: int = 0,
-        _block_hash: BlockHashWithGroupId | None = None,
+        _block_hash: Any = None,
         _block_hash_num_tokens: int | None = None,
         prev_free_block: "KVCacheBlock | None" = None,
         next_free_block: "KVCacheBlock | None" = None,
@@ -63,10 +65,18 @@ class KVCacheBlock:
         *,
         pool: Any = None,
     ) -> None:
-        self.block_id: int = block_id
-        self.ref_cnt: int = ref_cnt
-        self._block_hash: BlockHashWithGroupId | None = _block_hash
-        self._block_hash_num_tokens: int | None = _block_hash_num_tokens
+        self.block_id: i64 = block_id
+        self.ref_cnt: i64 = ref_cnt
+        # The key as bytes; Any, since vLLM's callers put in whatever they can tell apart.
+        self._block_hash: Any = _block_hash
+        # -1 for unknown: a native number, so that caching a block allocates none.
+        self._num_hash_tokens: i64 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
+        # Set by the pool only: the prefix map's entry for the block's primary key is this block and no other.
+        # Whoever has the block need not ask the map then.
+        self._is_found_by_hash: bool = False
+        # Which block of the pool held the next part of the sequence when this one was last cached: a guess
+        # that saves a walk through the map, and is checked before it is believed.
+        self._next_cached_id: i64 = 0
         self.prev_free_block: KVCacheBlock | None = prev_free_block
         self.next_free_block: KVCacheBlock | None = next_free_block
         self.is_null: bool = is_null
@@ -75,11 +85,19 @@ class KVCacheBlock:
 
     @property
     def block_hash(self) -> BlockHashWithGroupId | None:
-        return self._block_hash
+        return cast(BlockHashWithGroupId | None, self._block_hash)
 
     @property
     def block_hash_num_tokens(self) -> int | None:
-        return self._block_hash_num_tokens
+        return None if self._num_hash_tokens < 0 else self._num_hash_tokens
+
+    @property
+    def _block_hash_num_tokens(self) -> int | None:
+        return None if self._num_hash_tokens < 0 else self._num_hash_tokens
+
+    @_block_hash_num_tokens.setter
+    def _block_hash_num_tokens(self, num_tokens: int | None) -> None:
+        self._num_hash_tokens = -1 if num_tokens is None else num_tokens
 
     @property
     def pool(self) -> Any:
@@ -92,17 +110,19 @@ class KVCacheBlock:
         Raises:
             InvalidBlockError: the block already carries a hash or a token count. Nothing has changed.
         """
-        if self._block_hash is not None or self._block_hash_num_tokens is not None:
+        if self._block_hash is not None or self._num_hash_tokens >= 0:
             raise InvalidBlockError(
                 f"block {self.block_id} already carries a hash; call reset_hash() or evict it first"
             )
         self._block_hash = block_hash
-        self._block_hash_num_tokens = num_tokens
+        self._num_hash_tokens = -1 if num_tokens is None else num_tokens
+        self._is_found_by_hash = False
 
     def reset_hash(self) -> None:
         """Forget hash and token count. The prefix map is not told; `BlockPool` does both together."""
         self._block_hash = None
-        self._block_hash_num_tokens = None
+        self._num_hash_tokens = -1
+        self._is_found_by_hash = False
 
     def __repr__(self) -> str:
         before = self.prev_free_block

@@ -1,11 +1,17 @@
 """Keys of the prefix map: a block hash and a KV cache group in one string of bytes, and back."""
 
+from struct import Struct
+from typing import Any
+
 from kv_pool.errors import GroupIdError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
 MAX_GROUP_ID = 2**32 - 1
 
 _GROUP_0 = b"\0\0\0\0"
+_UNPACK_AT_ONCE = 64
+# From (bytes per key, keys) to what unpacks so many: at most 64 for each size of hash in use.
+_unpackers: dict[tuple[int, int], Struct] = {}
 
 
 def group_suffix(group_id: int) -> bytes:
@@ -41,5 +47,31 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
 
 
 def make_external_block_hash(block_hash: bytes) -> ExternalBlockHash:
-    """A block hash as events carry it: its last 8 bytes as an unsigned big-endian integer."""
+    """A block hash as events carry it by default: its last 8 bytes as an unsigned big-endian integer."""
     return int.from_bytes(block_hash[-8:], "big")
+
+
+def unpack_keys(keys: list[Any]) -> list[int]:
+    """External hash and group of each key, in turn: `[hash, group, hash, group, ...]`.
+
+    One call for all: a fifth of what taking each key apart costs (benchmarks/bench_block_pool.py, events).
+    """
+    size = len(keys[0]) if keys else 0
+    unpacked: list[int] = []
+    for start in range(0, len(keys), _UNPACK_AT_ONCE):
+        some = keys[start : start + _UNPACK_AT_ONCE]
+        is_even = size >= 12
+        for key in some:
+            if len(key) != size:
+                is_even = False
+        if is_even:
+            unpacker = _unpackers.get((size, len(some)))
+            if unpacker is None:
+                unpacker = Struct(">" + f"{size - 12}xQI" * len(some))
+                _unpackers[size, len(some)] = unpacker
+            unpacked.extend(unpacker.unpack(b"".join(some)))
+        else:  # hashes of fewer than 8 bytes, or of several sizes
+            for key in some:
+                unpacked.append(int.from_bytes(key[-12:-4], "big"))
+                unpacked.append(int.from_bytes(key[-4:], "big"))
+    return unpacked

@@ -28,6 +28,8 @@ class BlockPool(BlockPoolCore):
         metrics_collector: a `BlockObserver` that is told of every hand-out, hit and eviction.
         num_hash_lookahead_tokens: tokens after its block that a hash also covers; as in the `BlockHasher`.
         medium: GPU, CPU or STORAGE; goes into the events.
+        event_types: the classes of the events, where the engine has its own.
+        use_int_block_hashes: events carry the last 8 bytes of a hash as an integer; False: all its bytes.
 
     Attributes:
         blocks: all blocks; a block's id is its index.

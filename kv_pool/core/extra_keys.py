@@ -1,10 +1,12 @@
 """Extra keys: what, besides its tokens, decides whether a block's KV can be shared.
 
 Tagged as in vLLM 0.33, in this order: `("lora", name, path)`, one `("mm", identifier, offset)` per
-multimodal input that reaches into the block (offset = its start minus the block's, may be negative), and
-`("cache_salt", salt)` in the first block of a sequence only.
+multimodal input that reaches into the block (offset = its start minus the block's, may be negative),
+`("cache_salt", salt)` in the first block of a sequence only, and `("prompt_embeds", digest)` where the prompt
+was given as embeddings, the SHA-256 of the block's rows.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -41,6 +43,16 @@ class CacheableRequest(Protocol):
     def session_id(self) -> str | None:
         """Goes into events."""
 
+    # Read where it is there: `prompt_embeds`, None or a tensor or array (num_tokens, hidden size), and with
+    # it `_prompt_embeds_per_block_hashes`, a dict that keeps each block's digest.
+
+
+def has_extra_keys(request: CacheableRequest) -> bool:
+    """Can any block of the request have extra keys?"""
+    if request.lora_request or request.mm_features or request.cache_salt:
+        return True
+    return getattr(request, "prompt_embeds", None) is not None
+
 
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:
     """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none."""
@@ -57,7 +69,24 @@ def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKey
     salt = request.cache_salt
     if start == 0 and salt:
         keys.append(("cache_salt", salt))
+    if getattr(request, "prompt_embeds", None) is not None:
+        keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
     return tuple(keys) if keys else None
+
+
+def _digest_embeds(request: Any, start: int, end: int) -> bytes:
+    """SHA-256 of the embeddings of tokens `[start, end)`, computed once per request and range."""
+    digests = request._prompt_embeds_per_block_hashes
+    digest: bytes | None = digests.get((start, end))
+    if digest is None:
+        rows = request.prompt_embeds[start:end]
+        if hasattr(rows, "cpu"):
+            # A torch tensor. numpy has no bfloat16, so it goes over as bytes; the last step finds torch.uint8
+            # without importing torch.
+            rows = rows.flatten().cpu().contiguous().view(rows[:0].byte().dtype).numpy()
+        digest = hashlib.sha256(rows.tobytes()).digest()
+        digests[start, end] = digest
+    return digest
 
 
 def check_announceable(request: CacheableRequest) -> None:

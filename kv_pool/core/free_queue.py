@@ -38,7 +38,7 @@ class FreeKVCacheBlockQueue:
         self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
         self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)
         self._is_made = True
-        _link(self.fake_free_list_head, listed, self.fake_free_list_tail)
+        link(self.fake_free_list_head, listed, self.fake_free_list_tail)
 
     def __del__(self) -> None:
         # Linked blocks hold each other alive, and compiled blocks are invisible to the cyclic GC.
@@ -125,7 +125,7 @@ class FreeKVCacheBlockQueue:
         tail = self.fake_free_list_tail
         if taken and taken[-1] is tail:
             taken.pop()
-        _link(self.fake_free_list_head, taken, tail)
+        link(self.fake_free_list_head, taken, tail)
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take `block` out from wherever it is. O(1). It must be in this queue, which is not checked.
@@ -173,7 +173,7 @@ class FreeKVCacheBlockQueue:
         before = tail.prev_free_block
         if before is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        _link(before, listed, tail)
+        link(before, listed, tail)
         self.num_free_blocks += len(listed)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -190,8 +190,32 @@ class FreeKVCacheBlockQueue:
         after = head.next_free_block
         if after is None:
             raise CorruptedPoolError("the head of the free queue has no next_free_block")
-        _link(head, listed, after)
+        link(head, listed, after)
         self.num_free_blocks += len(listed)
+
+    def splice_front(self, first: KVCacheBlock, last: KVCacheBlock, num_blocks: int) -> None:
+        """Put the chain `first` -> ... -> `last` of `num_blocks` blocks at the front. O(1)."""
+        head = self.fake_free_list_head
+        after = head.next_free_block
+        if after is None:
+            raise CorruptedPoolError("the head of the free queue has no next_free_block")
+        head.next_free_block = first
+        first.prev_free_block = head
+        last.next_free_block = after
+        after.prev_free_block = last
+        self.num_free_blocks += num_blocks
+
+    def splice_back(self, first: KVCacheBlock, last: KVCacheBlock, num_blocks: int) -> None:
+        """Put the chain `first` -> ... -> `last` of `num_blocks` blocks at the back. O(1)."""
+        tail = self.fake_free_list_tail
+        before = tail.prev_free_block
+        if before is None:
+            raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
+        before.next_free_block = first
+        first.prev_free_block = before
+        last.next_free_block = tail
+        tail.prev_free_block = last
+        self.num_free_blocks += num_blocks
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """The free blocks, next to be reused first. O(num_free_blocks).
@@ -222,7 +246,7 @@ class FreeKVCacheBlockQueue:
             block = block.next_free_block
 
 
-def _link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:
+def link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:
     """Link `before`, then `blocks` in order, then `after`; on an element that is no block, none of it."""
     last = before
     try:

@@ -23,6 +23,8 @@ class BlockHashToBlockMap:
         # Values are KVCacheBlock | dict[int, KVCacheBlock]; Any, so that a foreign one that a caller put
         # there is told apart below, compiled as in plain Python.
         self._cache: dict[BlockHashWithGroupId, Any] = {}
+        # How many keys there should be: it differs from len(_cache) once a caller edited that.
+        self._num_keys: int = 0
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that has carried `key` longest, or None. O(1)."""
@@ -47,27 +49,20 @@ class BlockHashToBlockMap:
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
-        """Note that `block` carries `key`. O(1). The block itself is not changed."""
+        """Note that `block` carries `key`. O(1). The block's own hash is not changed."""
         found = self._cache.get(key)
         if found is None:
             self._cache[key] = block
+            self._num_keys += 1
         elif isinstance(found, KVCacheBlock):
+            found._is_found_by_hash = False
+            block._is_found_by_hash = False
             self._cache[key] = {found.block_id: found, block.block_id: block}
         elif isinstance(found, dict):
+            block._is_found_by_hash = False
             found[block.block_id] = block
         else:
             raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
-
-    def add(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> bool:
-        """As `insert`, but False, with nothing changed, if a block with this id carries `key` already."""
-        found = self._cache.get(key)
-        if found is None:
-            self._cache[key] = block
-            return True
-        if self.contain(key, block.block_id):
-            return False
-        self.insert(key, block)
-        return True
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Forget that the block with this id carries `key`.
@@ -81,12 +76,15 @@ class BlockHashToBlockMap:
         if isinstance(found, KVCacheBlock):
             if found.block_id != block_id:
                 return None
+            found._is_found_by_hash = False
             del self._cache[key]
+            self._num_keys -= 1
             return found
         if isinstance(found, dict):
             block: KVCacheBlock | None = found.pop(block_id, None)
             if not found:
                 del self._cache[key]
+                self._num_keys -= 1
             return block
         raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
 

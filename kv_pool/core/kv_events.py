@@ -4,7 +4,7 @@ Encoded with `msgspec.msgpack` these are byte for byte the events of vLLM 0.33: 
 name with the class name under `type`, defaults left out. Not compiled: mypyc would drop the options.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -66,3 +66,18 @@ class BlockRemoved(KVCacheEvent):
 
 class AllBlocksCleared(KVCacheEvent):
     """The prefix cache was reset: no block carries a hash."""
+
+
+class KVEventTypes(NamedTuple):
+    """The classes a pool makes its events of; an engine that tests for its own classes supplies them.
+
+    `stored` is called with the fields of `BlockStored` by name, `removed` with the first three of
+    `BlockRemoved` by position, `cleared` with nothing.
+    """
+
+    stored: Any = BlockStored
+    removed: Any = BlockRemoved
+    cleared: Any = AllBlocksCleared
+
+
+KV_EVENT_TYPES = KVEventTypes()

@@ -1,17 +1,16 @@
 """`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue, link
 from kv_pool.core.hash_map import BlockHashToBlockMap
-from kv_pool.core.kv_events import MEDIUM_GPU, AllBlocksCleared
+from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
-from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, raise_typed
+from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, evict_all, raise_typed
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -34,28 +33,27 @@ class BlockPoolCore(PrefixCache):
         metrics_collector: BlockObserver | None = None,
         num_hash_lookahead_tokens: int = 0,
         medium: str = MEDIUM_GPU,
+        *,
+        event_types: KVEventTypes = KV_EVENT_TYPES,
+        use_int_block_hashes: bool = True,
     ) -> None:
         if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 1:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
         super().__init__(
+            num_gpu_blocks,
             hash_block_size,
             enable_kv_cache_events,
             metrics_collector,
             num_hash_lookahead_tokens,
             medium,
+            event_types,
+            use_int_block_hashes,
         )
         self.num_gpu_blocks: int = num_gpu_blocks
         self.enable_caching: bool = enable_caching
-        blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
-        for block in blocks:
-            block._owner = self._owner
-        # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
-        # and a young collection now lets that visit happen here instead of while requests are served.
-        self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
-        gc.collect(0)
-        self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
+        self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(self.blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
@@ -72,8 +70,8 @@ class BlockPoolCore(PrefixCache):
             OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
             Whatever a reuse watcher raises; all blocks are back in the queue.
-            CorruptedPoolError: a free block has references that something else wrote. All blocks are
-                back in the queue; those before it have lost their hash.
+            CorruptedPoolError: a free block has references that something else wrote, or fewer are linked
+                than the queue counts. Nothing has changed.
 
         A taken block that was cached is evicted: one `BlockRemoved` each. Touch prefix hits before
         calling this, or the hits themselves may be taken.
@@ -91,45 +89,74 @@ class BlockPoolCore(PrefixCache):
             )
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
-        # A running request grows by one block at a time: worth a tenth of such a call (bench_block_pool.py).
-        blocks = [queue.popleft()] if num_blocks == 1 else queue.popleft_n(num_blocks)
         if self._reuse_watchers:
-            try:
-                self._tell_watchers(blocks)
-            except BaseException:
-                queue.prepend_n(blocks)
-                raise
-        caching = self.enable_caching
-        observer = self.metrics_collector
-        if observer is None:
-            for block in blocks:
-                if block.ref_cnt != 0:
-                    self._undo_take(blocks, block)
-                if block._block_hash is not None and caching:
-                    evict(self, block)
-                block.ref_cnt = 1
-        else:
-            for block in blocks:
-                if block.ref_cnt != 0:
-                    self._undo_take(blocks, block)
-                if caching:
-                    observer.on_block_evicted(block)
-                    if block._block_hash is not None:
-                        evict(self, block)
-                block.ref_cnt = 1
-                observer.on_block_allocated(block)
-        return blocks
+            self._tell_watchers_of_next(num_blocks)
+        taken: list[KVCacheBlock] = []
+        if num_blocks == 0:
+            return taken
+        head = queue.fake_free_list_head
+        block = head.next_free_block
+        any_cached = False
+        for _ in range(num_blocks):
+            if block is None or block.ref_cnt != 0:
+                self._undo_take(taken, block)
+            after = block.next_free_block
+            if after is None:  # the tail has none
+                self._undo_take(taken, block)
+            block.prev_free_block = None
+            block.next_free_block = None
+            block.ref_cnt = 1
+            if block._block_hash is not None:
+                any_cached = True
+            taken.append(block)
+            block = after
+        assert block is not None
+        head.next_free_block = block
+        block.prev_free_block = head
+        queue.num_free_blocks -= num_blocks
+        if self.metrics_collector is not None:
+            self._tell_observer(taken, self.metrics_collector)
+        elif any_cached and self.enable_caching:
+            evict_all(self, taken)
+        return taken
 
-    def _undo_take(self, blocks: list[KVCacheBlock], culprit: KVCacheBlock) -> None:
-        for block in blocks:
-            if block is culprit:
-                break
+    def _undo_take(self, taken: list[KVCacheBlock], culprit: KVCacheBlock | None) -> NoReturn:
+        """Link again what was taken off the front of the queue, and say what is wrong with what came next."""
+        queue = self.free_block_queue
+        for block in taken:
             block.ref_cnt = 0
-        self.free_block_queue.prepend_n(blocks)
+        link(queue.fake_free_list_head, taken, queue.fake_free_list_tail if culprit is None else culprit)
+        if culprit is None or culprit.ref_cnt == 0:
+            raise CorruptedPoolError(
+                f"num_free_blocks is {queue.num_free_blocks} but only {len(taken)} blocks are linked: "
+                "the counter is out of sync with the queue"
+            )
         raise CorruptedPoolError(
             f"block {culprit.block_id} is in the free queue with ref_cnt {culprit.ref_cnt}; "
             "only touch() may reference a free block"
         )
+
+    def _tell_observer(self, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
+        """Evict and hand out these blocks one after the other, as the observer expects it."""
+        for block in taken:
+            block.ref_cnt = 0
+        for block in taken:
+            if self.enable_caching:
+                observer.on_block_evicted(block)
+                evict(self, block)
+            block.ref_cnt = 1
+            observer.on_block_allocated(block)
+
+    def _tell_watchers_of_next(self, num_blocks: int) -> None:
+        """Call, once and in order, whoever waits for the next `num_blocks` free blocks to be reused.
+
+        They are off the queue meanwhile, and back at its front even if a watcher raises.
+        """
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        try:
+            self._tell_watchers(blocks)
+        finally:
+            self.free_block_queue.prepend_n(blocks)
 
     def _tell_watchers(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Call, once and in order, whoever waits for these blocks to be reused."""
@@ -149,34 +176,41 @@ class BlockPoolCore(PrefixCache):
         Cost: O(len(blocks)). Contract: vLLM 0.33 `BlockPool.touch`.
         """
         owner = self._owner
-        listed: list[KVCacheBlock] = list(blocks)
-        freed: list[KVCacheBlock] = []
-        index = -1
+        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         try:
-            for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
+            for block in listed:
                 if block._owner is not owner:
                     check_ours(block, owner, "touch()")
-                if block.is_null:
-                    continue
-                if block.ref_cnt == 0:
-                    if (
+                if (
+                    block.ref_cnt == 0
+                    and not block.is_null
+                    and (
                         block.next_free_block is None
                         or block.prev_free_block is None
                         or (block._owner is None and not self._is_free_here(block))
-                    ):
-                        raise InvalidBlockError(
-                            f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
-                        )
-                    freed.append(block)
-                block.ref_cnt += 1
+                    )
+                ):
+                    raise InvalidBlockError(
+                        f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
+                    )
         except Exception as error:
-            for block in listed[:index]:
-                if not block.is_null:
-                    block.ref_cnt -= 1
             raise_typed(error, listed, "touch()")
-        queue = self.free_block_queue
-        for block in freed:
-            queue.remove(block)
+        num_taken: i64 = 0
+        for block in listed:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                before = block.prev_free_block
+                after = block.next_free_block
+                assert before is not None
+                assert after is not None
+                before.next_free_block = after
+                after.prev_free_block = before
+                block.prev_free_block = None
+                block.next_free_block = None
+                num_taken += 1
+            block.ref_cnt += 1
+        self.free_block_queue.num_free_blocks -= num_taken
         observer = self.metrics_collector
         if observer is not None:
             for block in listed:
@@ -202,20 +236,29 @@ class BlockPoolCore(PrefixCache):
         """
         owner = self._owner
         caching = self.enable_caching
-        listed: list[KVCacheBlock] = list(ordered_blocks)
-        reused_first: list[KVCacheBlock] = []
-        reused_last: list[KVCacheBlock] = []
+        listed: list[KVCacheBlock] = (
+            ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+        )
+        # Two chains are linked on the way, and spliced into the queue when all went well.
+        front_first: KVCacheBlock | None = None
+        front_last: KVCacheBlock | None = None
+        back_first: KVCacheBlock | None = None
+        back_last: KVCacheBlock | None = None
+        num_front: i64 = 0
+        num_back: i64 = 0
         foreign: list[KVCacheBlock] | None = None
         by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
-        index = -1
+        num_done: i64 = 0
         try:
-            for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
+            for block in listed:
                 if block.is_null:
+                    num_done += 1
                     continue
                 if block._owner is not owner and block._owner is not None:
                     if foreign is None:
                         foreign = []
                     foreign.append(block)
+                    num_done += 1
                     continue
                 ref_cnt = block.ref_cnt - 1
                 if ref_cnt < 0 and block._owner is not None:
@@ -224,24 +267,40 @@ class BlockPoolCore(PrefixCache):
                         "Was it freed twice?"
                     )
                 block.ref_cnt = ref_cnt
-                if ref_cnt == 0:
-                    if block._block_hash is None or not caching:
-                        reused_first.append(block)
+                num_done += 1
+                if ref_cnt != 0:
+                    continue
+                if block._block_hash is None or not caching:
+                    if front_last is None:
+                        front_first = block
                     else:
-                        reused_last.append(block)
+                        front_last.next_free_block = block
+                        block.prev_free_block = front_last
+                    front_last = block
+                    num_front += 1
+                else:
+                    if back_last is None:
+                        back_first = block
+                    else:
+                        back_last.next_free_block = block
+                        block.prev_free_block = back_last
+                    back_last = block
+                    num_back += 1
             if foreign is not None:
-                index = len(listed)
                 by_pool = _group_by_pool(foreign)
         except Exception as error:
-            for block in listed[:index]:
+            for block in listed[:num_done]:
                 if not block.is_null and (block._owner is owner or block._owner is None):
+                    if block.ref_cnt == 0:
+                        block.prev_free_block = None
+                        block.next_free_block = None
                     block.ref_cnt += 1
             raise_typed(error, listed, "free_blocks()")
         queue = self.free_block_queue
-        if reused_first:
-            queue.prepend_n(reused_first)
-        if reused_last:
-            queue.append_n(reused_last)
+        if front_first is not None and front_last is not None:
+            queue.splice_front(front_first, front_last, num_front)
+        if back_first is not None and back_last is not None:
+            queue.splice_back(back_first, back_last, num_back)
         if by_pool is not None:
             for pool, theirs in by_pool.values():
                 pool.free_blocks(theirs)
@@ -343,12 +402,11 @@ class BlockPoolCore(PrefixCache):
             for block in self.blocks:
                 if block._block_hash is not None:
                     self.num_evictions += 1
-                    block._block_hash = None
-                    block._block_hash_num_tokens = None
+                    block.reset_hash()
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
         if self.enable_kv_cache_events:
-            self.kv_event_queue.append(AllBlocksCleared())
+            self.kv_event_queue.append(self._cleared_type())
         return True
 
     # ---- looking ---------------------------------------------------------------------------------

@@ -4,23 +4,24 @@ A key is a block hash with its KV cache group. A block has one primary key (on t
 number of secondary ones (in `cached_block_hashes_by_block`), each of which finds it.
 """
 
+import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import (
     get_block_hash,
-    get_group_id,
     group_suffix,
     make_block_hash_with_group_id,
     make_external_block_hash,
+    unpack_keys,
 )
-from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, untag_extra_keys
+from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, has_extra_keys, untag_extra_keys
 from kv_pool.core.hash_map import BlockHashToBlockMap
-from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
@@ -32,11 +33,14 @@ class PrefixCache:
 
     def __init__(
         self,
+        num_blocks: int,
         hash_block_size: int,
         enable_kv_cache_events: bool,
         metrics_collector: BlockObserver | None,
         num_hash_lookahead_tokens: int,
         medium: str,
+        event_types: KVEventTypes,
+        use_int_block_hashes: bool,
     ) -> None:
         if not isinstance(hash_block_size, int) or hash_block_size < 1:
             raise InvalidArgumentError(
@@ -47,12 +51,25 @@ class PrefixCache:
         self.metrics_collector: BlockObserver | None = metrics_collector
         self.num_hash_lookahead_tokens: int = num_hash_lookahead_tokens
         self.medium: str = medium
+        self._stored_type: Any = event_types.stored
+        self._removed_type: Any = event_types.removed
+        self._cleared_type: Any = event_types.cleared
+        self.use_int_block_hashes: bool = use_int_block_hashes
         self.num_evictions: int = 0
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
         self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
         self._kv_event_queue: list[KVCacheEvent] = []
         self._owner: Any = ref(self)
+        blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        for block in blocks:
+            block._owner = self._owner
+        # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
+        # and a young collection now lets that visit happen here instead of while requests are served.
+        self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
+        gc.collect(0)
+        # The block that was looked up last; the next look-up is likely for what was cached after it.
+        self._last_found: KVCacheBlock = self.blocks[0]
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
@@ -80,11 +97,22 @@ class PrefixCache:
         looks; `touch()` what you mean to keep. O(number of groups).
         Contract: vLLM 0.33 `BlockPool.get_cached_block`.
         """
-        found: list[KVCacheBlock] = []
         cache = self.cached_block_hash_to_block
+        if len(kv_cache_group_ids) == 1:
+            suffix = group_suffix(kv_cache_group_ids[0])
+            # Requests are looked up block by block, head first.
+            guess = _find_next(self, self._last_found)
+            if _is_found_under(guess, block_hash, suffix) and cache._num_keys == len(cache._cache):
+                self._last_found = guess
+                return [guess]
+            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
+            if block is None:
+                return None
+            self._last_found = block
+            return [block]
+        found: list[KVCacheBlock] = []
         for group_id in kv_cache_group_ids:
-            key = BlockHashWithGroupId(block_hash + group_suffix(group_id))
-            block = cache.get_one_block(key)
+            block = cache.get_one_block(BlockHashWithGroupId(block_hash + group_suffix(group_id)))
             if block is None:
                 return None
             found.append(block)
@@ -110,19 +138,17 @@ class PrefixCache:
         if max_num_blocks <= 0:
             return found
         cache = self.cached_block_hash_to_block
-        entries = cache._cache
+        may_guess = cache._num_keys == len(cache._cache)
+        null = self.blocks[0]
+        guess = null
         for block_hash in block_hashes[:max_num_blocks]:
-            key = BlockHashWithGroupId(block_hash + suffix)
-            entry = entries.get(key)
-            if isinstance(entry, KVCacheBlock):
-                found.append(entry)
-            elif entry is None:
-                break
-            else:
-                block = cache.get_one_block(key)
+            if not _is_found_under(guess, block_hash, suffix):
+                block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
                 if block is None:
                     break
-                found.append(block)
+                guess = block
+            found.append(guess)
+            guess = _find_next(self, guess) if may_guess else null
         return found
 
     def cache_full_blocks(
@@ -172,35 +198,37 @@ class PrefixCache:
             raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
         hashes = self._hashes_of(request, num_cached_blocks, num_full_blocks, block_size)
         owner = self._owner
-        num_tokens = num_cached_blocks * block_size
+        num_tokens: i64 = num_cached_blocks * block_size
+        step: i64 = block_size
         keys: list[BlockHashWithGroupId | None] = []  # None for a block that is skipped
-        index = -1
         try:
             for index, block in enumerate(range_blocks):
-                num_tokens += block_size
+                num_tokens += step
                 if block.is_null or (block_mask is not None and not block_mask[index]):
                     keys.append(None)
                     continue
                 if block._owner is not owner:
                     check_ours(block, owner, "cache_full_blocks()")
-                keys.append(BlockHashWithGroupId(hashes[index] + suffix))
-                if block._block_hash is not None:
-                    covered = block._block_hash_num_tokens
-                    if covered is None or covered >= num_tokens:
-                        raise InvalidBlockError(
-                            f"block {block.block_id} is cached for {covered} tokens already; only a hash "
-                            f"over more than that replaces it, this one covers {num_tokens}"
-                        )
-                if block.ref_cnt <= 0 and block._owner is owner:
+                elif block.ref_cnt <= 0:
                     raise InvalidBlockError(
                         f"block {block.block_id} is free; only blocks in use can be cached"
                     )
+                if block._block_hash is not None and not 0 <= block._num_hash_tokens < num_tokens:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is cached for {block.block_hash_num_tokens} tokens "
+                        f"already; only a hash over more than that replaces it, this one covers {num_tokens}"
+                    )
+                key = hashes[index] + suffix
+                if not isinstance(key, bytes):  # a bytearray, in plain Python
+                    raise InvalidTypeError(
+                        f"a block hash is a {type(hashes[index]).__name__}; hashes are bytes"
+                    )
+                keys.append(BlockHashWithGroupId(key))
         except Exception as error:
             raise_typed(error, range_blocks, "cache_full_blocks()")
 
-        hash(tuple(keys))  # raises here, where nothing has changed yet, for a hash that can be no key
         # Built before anything changes, since it reads the request; appended after the removals.
-        event: BlockStored | None = None
+        event: KVCacheEvent | None = None
         if self.enable_kv_cache_events:
             parent: BlockHash | None = None
             if num_cached_blocks:
@@ -208,18 +236,8 @@ class PrefixCache:
             event = self._make_stored(
                 request, keys, parent, num_cached_blocks * block_size, block_size, kv_cache_group_id
             )
-        cache = self.cached_block_hash_to_block
-        num_tokens = num_cached_blocks * block_size
-        for index, block in enumerate(range_blocks):
-            num_tokens += block_size
-            key = keys[index]
-            if key is None:
-                continue
-            if block._block_hash is not None:
-                evict(self, block)
-            if cache.add(key, block):
-                block._block_hash = key
-                block._block_hash_num_tokens = num_tokens
+        before = blocks[num_cached_blocks - 1] if num_cached_blocks else self.blocks[0]
+        add_keys(self, before, range_blocks, keys, num_cached_blocks * block_size, block_size)
         if event is not None:
             self.kv_event_queue.append(event)
 
@@ -305,13 +323,13 @@ class PrefixCache:
             )
         (block_hash,) = self._hashes_of(request, num_units - 1, num_units, unit)
         key = make_block_hash_with_group_id(block_hash, kv_cache_group_id)
-        covered = block._block_hash_num_tokens
+        covered = block.block_hash_num_tokens
         is_known = not replace_existing_hashes and (
             block._block_hash == key or self.cached_block_hash_to_block.contain(key, block.block_id)
         )
         if is_known:
             return key
-        event: BlockStored | None = None
+        event: KVCacheEvent | None = None
         if self.enable_kv_cache_events:
             parent: BlockHash | None = None
             if num_units > 1:
@@ -361,7 +379,7 @@ class PrefixCache:
                 f"block {dst_block.block_id} carries hashes of its own; evict it before it takes over those "
                 f"of block {src_block.block_id}"
             )
-        num_tokens = src_block._block_hash_num_tokens
+        num_tokens = src_block.block_hash_num_tokens
         keys = drop_keys(self, src_block)
         self.num_evictions += len(keys)
         for key in keys:
@@ -375,29 +393,33 @@ class PrefixCache:
         start: int,
         block_size: int,
         group_id: int,
-    ) -> BlockStored:
+    ) -> KVCacheEvent:
         """The one `BlockStored` for the blocks with these keys, the first beginning at token `start`.
 
         A block without key is skipped, but its tokens are not.
         """
         num_lookahead = self.num_hash_lookahead_tokens
-        stored: list[ExternalBlockHash] = []
-        extra_keys: list[tuple[Any, ...] | None] = []
+        stored = [key for key in keys if key is not None]
+        end = start + len(keys) * block_size
+        extra_keys: list[tuple[Any, ...] | None] = [None] * len(stored)
         lookahead: list[list[int]] = []
-        end = start
-        for key in keys:
-            first = end
-            end = first + block_size
-            if key is not None:
-                stored.append(make_external_block_hash(get_block_hash(key)))
-                extra_keys.append(untag_extra_keys(find_extra_keys(request, first, end + num_lookahead)))
-                if num_lookahead:
-                    lookahead.append(list(request.all_token_ids[end : end + num_lookahead]))
+        if num_lookahead or has_extra_keys(request):
+            extra_keys.clear()
+            first = start
+            for key in keys:
+                after = first + block_size
+                if key is not None:
+                    found = find_extra_keys(request, first, after + num_lookahead)
+                    extra_keys.append(untag_extra_keys(found))
+                    if num_lookahead:
+                        lookahead.append(list(request.all_token_ids[after : after + num_lookahead]))
+                first = after
+        token_ids = request.all_token_ids[start:end]
         lora = request.lora_request
-        return BlockStored(
-            block_hashes=stored,
-            parent_block_hash=None if parent is None else make_external_block_hash(parent),
-            token_ids=list(request.all_token_ids[start:end]),
+        event: KVCacheEvent = self._stored_type(
+            block_hashes=self._make_external_hashes(stored),
+            parent_block_hash=None if parent is None else self._make_external_hash(parent),
+            token_ids=token_ids if isinstance(token_ids, list) else list(token_ids),
             block_size=block_size,
             lora_id=lora.adapter_id if lora else None,
             medium=self.medium,
@@ -407,6 +429,15 @@ class PrefixCache:
             session_id=request.session_id,
             lookahead_token_ids=lookahead if num_lookahead else None,
         )
+        return event
+
+    def _make_external_hash(self, block_hash: BlockHash) -> ExternalBlockHash:
+        return make_external_block_hash(block_hash) if self.use_int_block_hashes else block_hash
+
+    def _make_external_hashes(self, keys: list[BlockHashWithGroupId]) -> list[ExternalBlockHash]:
+        if self.use_int_block_hashes:
+            return list(unpack_keys(keys)[::2])
+        return [get_block_hash(key) for key in keys]
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
@@ -420,33 +451,112 @@ class PrefixCache:
 
 
 # Functions, since a compiled method that subclasses may override is looked up by name at each call.
+def _find_next(pool: PrefixCache, block: KVCacheBlock) -> KVCacheBlock:
+    """The block that held the next part of the sequence when `block` was last cached, or the null block."""
+    next_id = block._next_cached_id
+    return pool.blocks[next_id if next_id < len(pool.blocks) else 0]
+
+
+def _is_found_under(block: KVCacheBlock, block_hash: BlockHash, suffix: bytes) -> bool:
+    """Is the map's entry for this key this block alone? False is no answer: ask the map then."""
+    if not block._is_found_by_hash:
+        return False
+    key = cast(bytes, block._block_hash)
+    return len(key) == len(block_hash) + len(suffix) and key.startswith(block_hash) and key.endswith(suffix)
+
+
+def add_keys(
+    pool: PrefixCache,
+    before: KVCacheBlock,
+    blocks: list[KVCacheBlock],
+    keys: list[BlockHashWithGroupId | None],
+    num_tokens: i64,
+    block_size: i64,
+) -> None:
+    """Give each block its key, unless that is None. The first block begins after `num_tokens` tokens.
+
+    Args:
+        before: the block before the first one in the sequence, or the null block.
+    """
+    cache = pool.cached_block_hash_to_block
+    entries = cache._cache
+    owner = pool._owner
+    for index, block in enumerate(blocks):
+        num_tokens += block_size
+        key = keys[index]
+        if key is None:
+            continue
+        if block._block_hash is not None:
+            evict(pool, block)
+        num_keys = len(entries)
+        if entries.setdefault(key, block) is block and len(entries) > num_keys:
+            cache._num_keys += 1
+            block._is_found_by_hash = True
+        elif cache.contain(key, block.block_id):
+            continue
+        else:
+            cache.insert(key, block)
+        block._block_hash = key
+        block._num_hash_tokens = num_tokens
+        if block._owner is owner:
+            if not before.is_null:
+                before._next_cached_id = block.block_id
+            before = block
+
+
 def evict(pool: PrefixCache, block: KVCacheBlock) -> bool:
     """Drop the block's keys; for each that the prefix map knew, a count and an event. True if any."""
     keys = drop_keys(pool, block)
+    note_evicted(pool, keys)
+    return len(keys) > 0
+
+
+def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
+    """`evict` for each of these blocks that has a key, in order."""
+    cache = pool.cached_block_hash_to_block
+    entries = cache._cache
+    cached = [block for block in blocks if block._block_hash is not None]
+    # A loop of look-ups alone: the processor waits for many entries at a time, not for each in turn.
+    found = [entries.get(block._block_hash) for block in cached]
+    may_have_more = len(pool.cached_block_hashes_by_block) > 0
+    keys: list[BlockHashWithGroupId] = []
+    for index, block in enumerate(cached):
+        if found[index] is block and not may_have_more:
+            key = cast(BlockHashWithGroupId, block._block_hash)
+            del entries[key]
+            cache._num_keys -= 1
+            block._block_hash = None
+            block._num_hash_tokens = -1
+            block._is_found_by_hash = False
+            keys.append(key)
+        else:
+            keys.extend(drop_keys(pool, block))
+    note_evicted(pool, keys)
+
+
+def note_evicted(pool: PrefixCache, keys: list[BlockHashWithGroupId]) -> None:
+    """Count these keys as evicted, and announce each of them."""
     if not keys:
-        return False
+        return
     pool.num_evictions += len(keys)
-    if pool.enable_kv_cache_events:
-        events = pool.kv_event_queue
-        for key in keys:
-            events.append(
-                BlockRemoved(
-                    block_hashes=[make_external_block_hash(get_block_hash(key))],
-                    medium=pool.medium,
-                    group_idx=get_group_id(key),
-                )
-            )
-    return True
+    if not pool.enable_kv_cache_events:
+        return
+    events = pool.kv_event_queue
+    medium = pool.medium
+    make_removed = pool._removed_type
+    unpacked = unpack_keys(keys)
+    for index, key in enumerate(keys):
+        block_hash = unpacked[2 * index] if pool.use_int_block_hashes else get_block_hash(key)
+        events.append(make_removed([block_hash], medium, unpacked[2 * index + 1]))
 
 
 def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
     """Take all keys off the block, primary first; those that the prefix map knew."""
     dropped: list[BlockHashWithGroupId] = []
-    key = block._block_hash
+    key = cast(BlockHashWithGroupId | None, block._block_hash)
     cache = pool.cached_block_hash_to_block
     if key is not None:
-        block._block_hash = None
-        block._block_hash_num_tokens = None
+        block.reset_hash()
         if cache.pop(key, block.block_id) is not None:
             dropped.append(key)
     if pool.cached_block_hashes_by_block:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
@@ -62,19 +63,22 @@ class KVCacheMetricsCollector:
 
     Args:
         sample_rate: share of hand-outs that is followed, above 0 up to 1.
+        sample_type: the class of the samples, where the engine has its own: called with the fields of
+            `KVCacheEvictionEvent` in their order.
     Raises:
         InvalidArgumentError: a rate outside that range.
 
     Implements `BlockObserver`. Contract: vLLM 0.33 `KVCacheMetricsCollector`.
     """
 
-    def __init__(self, sample_rate: float = 0.01) -> None:
+    def __init__(self, sample_rate: float = 0.01, sample_type: Any = KVCacheEvictionEvent) -> None:
         if not 0 < sample_rate <= 1:
             raise InvalidArgumentError(
                 f"sample_rate is {sample_rate}; it is a share of the blocks, above 0 up to 1"
             )
         self.sample_rate = sample_rate
         self.block_metrics: dict[int, BlockMetricsState] = {}
+        self._sample_type = sample_type
         self._events: list[KVCacheEvictionEvent] = []
 
     def should_sample_block(self) -> bool:
@@ -96,7 +100,7 @@ class KVCacheMetricsCollector:
         state = self.block_metrics.pop(block.block_id, None)
         if state is not None:
             self._events.append(
-                KVCacheEvictionEvent(
+                self._sample_type(
                     state.get_lifetime_seconds(),
                     state.get_idle_time_seconds(),
                     tuple(state.get_reuse_gaps_seconds()),
