@@ -14,10 +14,11 @@ from mypy_extensions import i64, mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import (
     get_block_hash,
+    get_group_id,
     group_suffix,
     make_block_hash_with_group_id,
     make_external_block_hash,
-    unpack_keys,
+    make_external_block_hashes,
 )
 from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, has_extra_keys, untag_extra_keys
 from kv_pool.core.hash_map import BlockHashToBlockMap
@@ -188,7 +189,7 @@ class PrefixCache:
         if num_cached_blocks >= num_full_blocks:
             return
         suffix = group_suffix(kv_cache_group_id)
-        range_blocks: list[KVCacheBlock] = list(blocks[num_cached_blocks:num_full_blocks])
+        range_blocks: list[KVCacheBlock] = as_list(blocks[num_cached_blocks:num_full_blocks])
         num_blocks = num_full_blocks - num_cached_blocks
         if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
             raise InvalidArgumentError(
@@ -255,7 +256,7 @@ class PrefixCache:
                 f"{end} blocks of {block_size} tokens needs {end * stride}"
             )
         if stride == 1:
-            return list(fine[first:end])
+            return as_list(fine[first:end])
         # A fine hash covers everything before it, so the last one in a block identifies the block.
         return [fine[(index + 1) * stride - 1] for index in range(first, end)]
 
@@ -436,7 +437,7 @@ class PrefixCache:
 
     def _make_external_hashes(self, keys: list[BlockHashWithGroupId]) -> list[ExternalBlockHash]:
         if self.use_int_block_hashes:
-            return list(unpack_keys(keys)[::2])
+            return cast(list[ExternalBlockHash], make_external_block_hashes(keys))
         return [get_block_hash(key) for key in keys]
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -481,6 +482,8 @@ def add_keys(
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     owner = pool._owner
+    num_added = 0
+    num_keys = len(entries)
     for index, block in enumerate(blocks):
         num_tokens += block_size
         key = keys[index]
@@ -488,9 +491,10 @@ def add_keys(
             continue
         if block._block_hash is not None:
             evict(pool, block)
-        num_keys = len(entries)
+            num_keys = len(entries)
         if entries.setdefault(key, block) is block and len(entries) > num_keys:
-            cache._num_keys += 1
+            num_keys += 1
+            num_added += 1
             block._is_found_by_hash = True
         elif cache.contain(key, block.block_id):
             continue
@@ -502,6 +506,7 @@ def add_keys(
             if not before.is_null:
                 before._next_cached_id = block.block_id
             before = block
+    cache._num_keys += num_added
 
 
 def evict(pool: PrefixCache, block: KVCacheBlock) -> bool:
@@ -515,13 +520,13 @@ def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
     """`evict` for each of these blocks that has a key, in order."""
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
-    cached = [block for block in blocks if block._block_hash is not None]
-    # A loop of look-ups alone: the processor waits for many entries at a time, not for each in turn.
-    found = [entries.get(block._block_hash) for block in cached]
-    may_have_more = len(pool.cached_block_hashes_by_block) > 0
+    # Only what the map's own counts and flags vouch for is deleted without a look at the entry first.
+    is_sure = cache._num_keys == len(entries) and not pool.cached_block_hashes_by_block
     keys: list[BlockHashWithGroupId] = []
-    for index, block in enumerate(cached):
-        if found[index] is block and not may_have_more:
+    for block in blocks:
+        if block._block_hash is None:
+            continue
+        if is_sure and block._is_found_by_hash:
             key = cast(BlockHashWithGroupId, block._block_hash)
             del entries[key]
             cache._num_keys -= 1
@@ -544,10 +549,14 @@ def note_evicted(pool: PrefixCache, keys: list[BlockHashWithGroupId]) -> None:
     events = pool.kv_event_queue
     medium = pool.medium
     make_removed = pool._removed_type
-    unpacked = unpack_keys(keys)
+    hashes = pool._make_external_hashes(keys)
+    suffix = keys[0][-4:]
+    group_id = get_group_id(keys[0])
     for index, key in enumerate(keys):
-        block_hash = unpacked[2 * index] if pool.use_int_block_hashes else get_block_hash(key)
-        events.append(make_removed([block_hash], medium, unpacked[2 * index + 1]))
+        if not key.endswith(suffix):
+            suffix = key[-4:]
+            group_id = get_group_id(key)
+        events.append(make_removed([hashes[index]], medium, group_id))
 
 
 def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
@@ -566,6 +575,11 @@ def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroup
                 if cache.pop(key, block.block_id) is not None:
                     dropped.append(key)
     return dropped
+
+
+def as_list(sequence: Sequence[Any]) -> list[Any]:
+    """The sequence itself if it is a list, or a list of its elements."""
+    return sequence if isinstance(sequence, list) else list(sequence)
 
 
 def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
