@@ -2,10 +2,10 @@
 
     python tests/integrations/run_vllm_suite.py VLLM_SOURCE [--json RESULT] [--processes 2] [TEST_FILE ...]
 
-VLLM_SOURCE is vLLM's source tree of a checked version, importable with what its tests need; kv_pool has to be
-importable too, compiled or plain: that is what is tried. Needs neither GPU nor network: models are known by the
-configurations in data/vllm_models.json alone. A test whose outcome differs is named; the exit status counts
-those that pass with vLLM's classes only.
+VLLM_SOURCE is vLLM's source tree of a checked version, importable with what its tests need; kv_pool has to
+be importable too, compiled or plain: that is what is tried. Needs neither GPU nor network: models are known
+by the configurations in data/vllm_models.json alone. A test whose outcome differs is named; the exit status
+counts those that pass with vLLM's classes only.
 """
 
 import argparse

@@ -16,7 +16,14 @@ pytestmark = pytest.mark.vllm
 
 # Parts of vLLM that handle blocks, and what they call the objects. The files that define the classes are
 # left out: they go unused.
-PARTS = ("v1/core", "v1/engine", "v1/hisparse", "v1/simple_kv_offload", "distributed")
+PARTS = (
+    "distributed/aux_output_connector",
+    "distributed/kv_transfer",
+    "v1/core",
+    "v1/engine",
+    "v1/hisparse",
+    "v1/simple_kv_offload",
+)
 VARIABLES = {
     "BlockPool": {
         "block_pool",
@@ -127,7 +134,9 @@ def test_the_walk_sees_what_vllm_is_known_to_use():
         "kv_event_queue",
         "null_block",
     } <= set(used["BlockPool"])
-    assert {"block_id", "ref_cnt", "block_hash", "block_hash_num_tokens", "is_null"} <= set(used["KVCacheBlock"])
+    assert {"block_id", "ref_cnt", "block_hash", "block_hash_num_tokens", "is_null"} <= set(
+        used["KVCacheBlock"]
+    )
     assert "iter_blocks_after" in used["FreeKVCacheBlockQueue"]
     assert "get_one_block" in used["BlockHashToBlockMap"]
     assert {"sample_rate", "drain_events"} <= set(used["KVCacheMetricsCollector"])

@@ -3,8 +3,8 @@
     VLLM_PLUGINS=kv_pool python vllm_schedule.py FOLDER
 
 As in an engine process: the scheduler is imported, then the plugins are loaded, then it is built. The model
-runner is made up. FOLDER gets a model's configuration. 40 requests that share prefixes, a full attention group
-and a sliding window group, a pool small enough to evict and to preempt.
+runner is made up. FOLDER gets a model's configuration. 40 requests that share prefixes, a full attention
+group and a sliding window group, a pool small enough to evict and to preempt.
 """
 
 import json
@@ -149,7 +149,9 @@ def schedule_all(scheduler, requests, rng):
         steps.append(
             {
                 "scheduled": output.num_scheduled_tokens,
-                "new": [[new.req_id, new.block_ids, new.num_computed_tokens] for new in output.scheduled_new_reqs],
+                "new": [
+                    [new.req_id, new.block_ids, new.num_computed_tokens] for new in output.scheduled_new_reqs
+                ],
                 "more": [
                     output.scheduled_cached_reqs.req_ids,
                     output.scheduled_cached_reqs.new_block_ids,

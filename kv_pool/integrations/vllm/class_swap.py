@@ -52,7 +52,7 @@ def _find_subclasses(classes: Iterable[type]) -> list[type]:
     found: list[type] = []
     waiting = list(classes)
     while waiting:
-        below = waiting.pop(0).__subclasses__()
+        below: list[type] = waiting.pop(0).__subclasses__()
         found += below
         waiting += below
     return list(dict.fromkeys(found))

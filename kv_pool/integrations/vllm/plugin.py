@@ -44,7 +44,9 @@ def register() -> None:
                 checked,
             )
             return
-        logger.warning("kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s", checked, version)
+        logger.warning(
+            "kv_pool was checked with vLLM %s; KV_POOL_VLLM_FORCE=1 forces it on %s", checked, version
+        )
     try:
         replacements = _find_replacements()
     except (ImportError, AttributeError) as error:

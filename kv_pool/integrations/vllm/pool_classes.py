@@ -4,6 +4,7 @@ Imports vLLM, so only `register` imports it. The names are those of `plugin.REPL
 """
 
 import logging
+from collections.abc import Iterable
 
 from vllm import envs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -58,6 +59,7 @@ class BlockPool(block_pool.BlockPool):
             event_types=EVENT_TYPES,
             use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
         )
+        self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]
         # Here rather than in `register`: an engine process that was forked off inherits the classes without
         # calling that, and what is logged before vLLM has read its logging options is lost.
         logger.info(
@@ -67,6 +69,16 @@ class BlockPool(block_pool.BlockPool):
             num_gpu_blocks,
             medium,
         )
+
+    # A list, as vLLM's is: its callers may slice and compare it. Seen from Python only; compiled, the core
+    # reads the tuple in its own field and does not come here.
+    @property  # type: ignore[override]
+    def blocks(self) -> list[KVCacheBlock]:
+        return self._listed_blocks
+
+    @blocks.setter
+    def blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._listed_blocks = list(blocks)
 
 
 class KVCacheMetricsCollector(residency.KVCacheMetricsCollector):
