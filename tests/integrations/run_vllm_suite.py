@@ -21,14 +21,49 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODELS = HERE / "data" / "vllm_models.json"
 
-# Whatever touches the pool, its blocks or a scheduler and runs without a GPU.
+# Whatever touches the pool, its blocks or a scheduler, and does not need a GPU throughout.
+CONNECTORS = "tests/v1/kv_connector/unit/"
 TESTS = [
     "tests/v1/core",
-    "tests/v1/kv_connector/unit",
-    "tests/v1/kv_offload",
+    *(
+        CONNECTORS + name
+        for name in (
+            "offloading_connector/test_events.py",
+            "offloading_connector/test_scheduler.py",
+            "test_bidirectional_kv_transfer.py",
+            "test_cache_pollution_prevention.py",
+            "test_decode_bench_connector.py",
+            "test_error_propagation.py",
+            "test_hidden_states_connector.py",
+            "test_hisparse_connector.py",
+            "test_hma_auto_config.py",
+            "test_invalid_blocks_correctness.py",
+            "test_kv_connector_lifecycle.py",
+            "test_kv_load_failure_recovery.py",
+            "test_mooncake_store_connector.py",
+            "test_mooncake_store_coordinator.py",
+            "test_mooncake_store_hma_e2e.py",
+            "test_mooncake_store_scheduler.py",
+            "test_moriio_connector.py",
+            "test_moriio_hma_scheduler.py",
+            "test_multi_connector.py",
+            "test_nixl_connector_hma.py",
+            "test_nixl_push_connector.py",
+            "test_nixl_simple_cpu_offload.py",
+            "test_remote_decode_lifecycle.py",
+            "test_remote_prefill_lifecycle.py",
+            "test_scheduler_kv_connector_override.py",
+            "test_simple_cpu_offload_connector.py",
+            "test_simple_cpu_offload_metrics.py",
+            "test_umbp_async_lookup.py",
+            "test_umbp_core.py",
+            "test_umbp_events.py",
+            "test_umbp_hybrid.py",
+        )
+    ),
     "tests/v1/simple_kv_offload",
-    "tests/v1/ec_connector/unit",
-    "tests/v1/streaming_input",
+    "tests/v1/ec_connector/unit/test_ec_transfer_params.py",
+    "tests/v1/streaming_input/test_scheduler_streaming.py",
     "tests/v1/spec_decode/test_dynamic_sd.py",
     "tests/v1/engine/test_kv_cache_group_metadata.py",
     "tests/v1/test_kv_cache_spec_registry.py",
@@ -57,7 +92,7 @@ def run_tests(source, tests, folder, with_ours, options):
         "HF_HOME": str(folder),
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": "kv_pool" if with_ours else "",
-        "PYTEST_PLUGINS": "register_before_vllm_tests" if with_ours else "",
+        "PYTEST_PLUGINS": "vllm_suite_plugin",
         "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -100,15 +135,16 @@ def compare(theirs, ours, source):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
-    parser.add_argument("tests", nargs="*", default=TESTS)
+    parser.add_argument("tests", nargs="*")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
+    tests = options.tests or TESTS
     outcomes = []
     for with_ours in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             write_model_cache(Path(folder))
-            outcomes.append(run_tests(options.source, options.tests, Path(folder), with_ours, options))
+            outcomes.append(run_tests(options.source, tests, Path(folder), with_ours, options))
     table, different = compare(*outcomes, options.source)
     columns = ["passed, theirs", "passed, ours", "failed, theirs", "failed, ours", "skipped"]
     print("file", *columns, sep="\t")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ def run(program, folder, plugins, **environment):
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
     )
+    declared = tomllib.loads((HERE.parent.parent / "pyproject.toml").read_text())["project"]["entry-points"]
     (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkv_pool = kv_pool.integrations.vllm:register\n"
+        f"[vllm.general_plugins]\nkv_pool = {declared['vllm.general_plugins']['kv_pool']}\n"
     )
     ours = Path(kv_pool.__file__).parent.parent
     told = subprocess.run(

@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 import kv_pool
+from kv_pool.integrations.vllm import register
 
 # What vLLM has at these places, as far as the plugin cares.
 FILES = {
@@ -154,6 +157,13 @@ def test_unless_it_is_named_nothing_happens(made_up_vllm, environment, monkeypat
     )
     assert not is_ours(seen)
     assert [level for level, _ in logged] == ["DEBUG"]
+
+
+def test_the_package_declares_register_as_its_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.general_plugins"]
+    entry = EntryPoint("kv_pool", declared["kv_pool"], "vllm.general_plugins")
+    assert entry.load() is register
 
 
 def set_version(folder, version):
