@@ -15,6 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SHOWN = [
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",
+    "kv_pool.integrations.nano_vllm",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.request",
 ]

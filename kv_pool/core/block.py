@@ -1,6 +1,6 @@
 """`KVCacheBlock`: what the pool knows about one block of KV slots."""
 
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 from mypy_extensions import i64, mypyc_attr
@@ -84,8 +84,8 @@ class KVCacheBlock:
         self._owner: Any = None if pool is None else ref(pool)
 
     @property
-    def block_hash(self) -> BlockHashWithGroupId | None:
-        return cast(BlockHashWithGroupId | None, self._block_hash)
+    def block_hash(self) -> Any:
+        return self._block_hash  # bytes or None; Any, or compiled code would refuse what an engine put there
 
     @property
     def block_hash_num_tokens(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, find_extra_keys
+from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, find_extra_keys, has_extra_keys
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash
@@ -156,7 +156,7 @@ class BlockHasher:
         token_ids = request.all_token_ids[start:]
         num_blocks = len(token_ids) // self.block_size
         extra_keys: list[ExtraKeys | None] = []
-        if request.lora_request or request.mm_features or (request.cache_salt and start == 0):
+        if has_extra_keys(request):
             covered = self.block_size + self.num_lookahead_tokens
             for first in range(start, start + num_blocks * self.block_size, self.block_size):
                 extra_keys.append(find_extra_keys(request, first, first + covered))

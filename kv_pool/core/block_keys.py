@@ -1,16 +1,18 @@
 """Keys of the prefix map: a block hash and a KV cache group in one string of bytes, and back."""
 
+from collections.abc import Sequence
 from struct import Struct
+from typing import Any
 
-from kv_pool.errors import GroupIdError
+from kv_pool.errors import GroupIdError, InvalidTypeError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
 MAX_GROUP_ID = 2**32 - 1
 
 _GROUP_0 = b"\0\0\0\0"
 _UNPACK_AT_ONCE = 64
-# From (bytes per key, keys) to what unpacks so many: at most 64 for each size of hash in use.
-_unpackers: dict[tuple[int, int], Struct] = {}
+# From (bytes before, bytes after, strings) to what unpacks so many: at most 64 for each size of hash in use.
+_unpackers: dict[tuple[int, int, int], Struct] = {}
 
 
 def group_suffix(group_id: int) -> bytes:
@@ -45,31 +47,46 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
     return int.from_bytes(key[-4:], "big")
 
 
+def check_block_hashes(hashes: Sequence[Any], first: int, end: int) -> None:
+    """Raise InvalidTypeError unless hashes `[first, end)` are bytes."""
+    listed: list[Any] = hashes if isinstance(hashes, list) else list(hashes)
+    for position in range(first, end):
+        if not isinstance(listed[position], bytes):
+            raise InvalidTypeError(
+                f"block hash {position} is a {type(listed[position]).__name__}; hashes are bytes"
+            )
+
+
 def make_external_block_hash(block_hash: bytes) -> ExternalBlockHash:
     """A block hash as events carry it by default: its last 8 bytes as an unsigned big-endian integer."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def make_external_block_hashes(keys: list[BlockHashWithGroupId]) -> list[int]:
-    """The external hash of each of these keys, as integers.
+def make_external_block_hashes(strings: Sequence[bytes], num_bytes_after: int) -> list[int]:
+    """The external hash of each of these hashes or keys, as integers.
 
-    Many at once: a fifth of what one call a key costs (benchmarks/bench_block_pool.py, events).
+    Many at once: a fifth of what one call for each costs (benchmarks/bench_block_pool.py, events).
+
+    Args:
+        num_bytes_after: bytes after the hash in each string: 0 for a hash, 4 for a key.
     """
     external: list[int] = []
-    for start in range(0, len(keys), _UNPACK_AT_ONCE):
-        some = keys[start : start + _UNPACK_AT_ONCE]
+    for start in range(0, len(strings), _UNPACK_AT_ONCE):
+        some = strings[start : start + _UNPACK_AT_ONCE]
         size = len(some[0])
-        is_even = size >= 12
-        for key in some:
-            if len(key) != size:
-                is_even = False
-        if is_even:
-            unpacker = _unpackers.get((size, len(some)))
+        num_bytes_before = size - num_bytes_after - 8
+        for string in some:
+            if len(string) != size:
+                num_bytes_before = -1
+        if num_bytes_before >= 0:
+            kind = (num_bytes_before, num_bytes_after, len(some))
+            unpacker = _unpackers.get(kind)
             if unpacker is None:
-                unpacker = Struct(">" + f"{size - 12}xQ4x" * len(some))
-                _unpackers[size, len(some)] = unpacker
+                unpacker = Struct(">" + f"{num_bytes_before}xQ{num_bytes_after}x" * len(some))
+                _unpackers[kind] = unpacker
             external.extend(unpacker.unpack(b"".join(some)))
         else:  # hashes of fewer than 8 bytes, or of several sizes
-            for key in some:
-                external.append(int.from_bytes(key[-12:-4], "big"))
+            for string in some:
+                end = len(string) - num_bytes_after
+                external.append(int.from_bytes(string[max(0, end - 8) : end], "big"))
     return external

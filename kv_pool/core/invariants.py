@@ -10,6 +10,8 @@
     P5  b.ref_cnt >= 0
     P6  a block with secondary keys has a primary key, which is not among them
     M1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
+    M2  a block that says it is found by its hash is its primary key's entry, bare
+    M3  the map has as many keys as it counts
 
 `check(pool)` raises CorruptedPoolError naming the first that fails. Never compiled: it is for tests,
 for a suspicious operator, and for whoever changes the core.
@@ -82,8 +84,9 @@ def check_blocks(pool: BlockPool) -> None:
 
 
 def check_prefix_map(pool: BlockPool) -> None:
-    """M1, P2, P6. O(number of blocks and keys)."""
+    """M1, M2, M3, P2, P6. O(number of blocks and keys)."""
     carried: set[tuple[bytes, int]] = set()
+    entries = pool.cached_block_hash_to_block._cache
     for block in pool.blocks:
         if block.block_hash is not None:
             carried.add((block.block_hash, block.block_id))
@@ -96,7 +99,7 @@ def check_prefix_map(pool: BlockPool) -> None:
             )
         carried.update((key, block_id) for key in keys)
     mapped: set[tuple[bytes, int]] = set()
-    for key, entry in pool.cached_block_hash_to_block._cache.items():
+    for key, entry in entries.items():
         copies = {entry.block_id: entry} if isinstance(entry, KVCacheBlock) else entry
         if not copies:
             raise CorruptedPoolError(f"M1: the entry for {key.hex()} is empty")
@@ -112,3 +115,10 @@ def check_prefix_map(pool: BlockPool) -> None:
             mapped.add((key, block_id))
     for unmapped, block_id in carried - mapped:
         raise CorruptedPoolError(f"P2: block {block_id} carries {unmapped.hex()}, which is not in the map")
+    if len(entries) != pool.cached_block_hash_to_block._num_keys:
+        raise CorruptedPoolError(
+            f"M3: the map has {len(entries)} keys and counts {pool.cached_block_hash_to_block._num_keys}"
+        )
+    for block in pool.blocks:
+        if block._is_found_by_hash and entries.get(block._block_hash) is not block:
+            raise CorruptedPoolError(f"M2: block {block.block_id} is not the one entry of its hash")

@@ -96,7 +96,7 @@ class BlockPoolCore(PrefixCache):
             return taken
         head = queue.fake_free_list_head
         block = head.next_free_block
-        any_cached = False
+        any_cached = len(self.cached_block_hashes_by_block) > 0
         for _ in range(num_blocks):
             if block is None or block.ref_cnt != 0:
                 self._undo_take(taken, block)

@@ -201,12 +201,14 @@ class PrefixCache:
         owner = self._owner
         num_tokens: i64 = num_cached_blocks * block_size
         step: i64 = block_size
-        keys: list[BlockHashWithGroupId | None] = []  # None for a block that is skipped
+        num_skipped: i64 = 0
+        index: i64 = -1
         try:
-            for index, block in enumerate(range_blocks):
+            for block, block_hash in zip(range_blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
                 num_tokens += step
+                index += 1
                 if block.is_null or (block_mask is not None and not block_mask[index]):
-                    keys.append(None)
+                    num_skipped += 1
                     continue
                 if block._owner is not owner:
                     check_ours(block, owner, "cache_full_blocks()")
@@ -219,14 +221,15 @@ class PrefixCache:
                         f"block {block.block_id} is cached for {block.block_hash_num_tokens} tokens "
                         f"already; only a hash over more than that replaces it, this one covers {num_tokens}"
                     )
-                key = hashes[index] + suffix
-                if not isinstance(key, bytes):  # a bytearray, in plain Python
-                    raise InvalidTypeError(
-                        f"a block hash is a {type(hashes[index]).__name__}; hashes are bytes"
-                    )
-                keys.append(BlockHashWithGroupId(key))
+                if not isinstance(block_hash, bytes):
+                    raise InvalidTypeError(f"a block hash is a {type(block_hash).__name__}; hashes are bytes")
         except Exception as error:
             raise_typed(error, range_blocks, "cache_full_blocks()")
+        if num_skipped:
+            range_blocks = [
+                self.blocks[0] if block_mask is not None and not block_mask[position] else block
+                for position, block in enumerate(range_blocks)
+            ]
 
         # Built before anything changes, since it reads the request; appended after the removals.
         event: KVCacheEvent | None = None
@@ -234,11 +237,17 @@ class PrefixCache:
             parent: BlockHash | None = None
             if num_cached_blocks:
                 (parent,) = self._hashes_of(request, num_cached_blocks - 1, num_cached_blocks, block_size)
+            stored: list[BlockHash | None] = cast(Any, hashes)
+            if num_skipped:
+                stored = [
+                    None if range_blocks[position].is_null else block_hash
+                    for position, block_hash in enumerate(hashes)
+                ]
             event = self._make_stored(
-                request, keys, parent, num_cached_blocks * block_size, block_size, kv_cache_group_id
+                request, stored, parent, num_cached_blocks * block_size, block_size, kv_cache_group_id
             )
         before = blocks[num_cached_blocks - 1] if num_cached_blocks else self.blocks[0]
-        add_keys(self, before, range_blocks, keys, num_cached_blocks * block_size, block_size)
+        add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
         if event is not None:
             self.kv_event_queue.append(event)
 
@@ -274,10 +283,9 @@ class PrefixCache:
         """
         if not self.enable_kv_cache_events or num_cached_blocks <= 0:
             return
-        keys: list[BlockHashWithGroupId | None] = []
-        for block_hash in self._hashes_of(request, 0, num_cached_blocks, block_size):
-            keys.append(make_block_hash_with_group_id(block_hash, kv_cache_group_id))
-        self.kv_event_queue.append(self._make_stored(request, keys, None, 0, block_size, kv_cache_group_id))
+        hashes: list[BlockHash | None] = [*self._hashes_of(request, 0, num_cached_blocks, block_size)]
+        event = self._make_stored(request, hashes, None, 0, block_size, kv_cache_group_id)
+        self.kv_event_queue.append(event)
 
     def cache_partial_block(
         self,
@@ -335,7 +343,9 @@ class PrefixCache:
             parent: BlockHash | None = None
             if num_units > 1:
                 (parent,) = self._hashes_of(request, num_units - 2, num_units - 1, unit)
-            event = self._make_stored(request, [key], parent, num_tokens - unit, unit, kv_cache_group_id)
+            event = self._make_stored(
+                request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id
+            )
         if replace_existing_hashes or (covered is not None and covered < num_tokens):
             evict(self, block)
         self._insert_block_hash(key, block, num_tokens)
@@ -389,27 +399,27 @@ class PrefixCache:
     def _make_stored(
         self,
         request: CacheableRequest,
-        keys: list[BlockHashWithGroupId | None],
+        hashes: list[BlockHash | None],
         parent: BlockHash | None,
         start: int,
         block_size: int,
         group_id: int,
     ) -> KVCacheEvent:
-        """The one `BlockStored` for the blocks with these keys, the first beginning at token `start`.
+        """The one `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
 
-        A block without key is skipped, but its tokens are not.
+        A block with None for a hash is skipped, but its tokens are not.
         """
         num_lookahead = self.num_hash_lookahead_tokens
-        stored = [key for key in keys if key is not None]
-        end = start + len(keys) * block_size
+        stored = [block_hash for block_hash in hashes if block_hash is not None]
+        end = start + len(hashes) * block_size
         extra_keys: list[tuple[Any, ...] | None] = [None] * len(stored)
         lookahead: list[list[int]] = []
         if num_lookahead or has_extra_keys(request):
             extra_keys.clear()
             first = start
-            for key in keys:
+            for block_hash in hashes:
                 after = first + block_size
-                if key is not None:
+                if block_hash is not None:
                     found = find_extra_keys(request, first, after + num_lookahead)
                     extra_keys.append(untag_extra_keys(found))
                     if num_lookahead:
@@ -418,7 +428,7 @@ class PrefixCache:
         token_ids = request.all_token_ids[start:end]
         lora = request.lora_request
         event: KVCacheEvent = self._stored_type(
-            block_hashes=self._make_external_hashes(stored),
+            block_hashes=make_external_block_hashes(stored, 0) if self.use_int_block_hashes else stored,
             parent_block_hash=None if parent is None else self._make_external_hash(parent),
             token_ids=token_ids if isinstance(token_ids, list) else list(token_ids),
             block_size=block_size,
@@ -434,11 +444,6 @@ class PrefixCache:
 
     def _make_external_hash(self, block_hash: BlockHash) -> ExternalBlockHash:
         return make_external_block_hash(block_hash) if self.use_int_block_hashes else block_hash
-
-    def _make_external_hashes(self, keys: list[BlockHashWithGroupId]) -> list[ExternalBlockHash]:
-        if self.use_int_block_hashes:
-            return cast(list[ExternalBlockHash], make_external_block_hashes(keys))
-        return [get_block_hash(key) for key in keys]
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
@@ -470,28 +475,30 @@ def add_keys(
     pool: PrefixCache,
     before: KVCacheBlock,
     blocks: list[KVCacheBlock],
-    keys: list[BlockHashWithGroupId | None],
+    hashes: list[BlockHash],
+    suffix: bytes,
     num_tokens: i64,
     block_size: i64,
 ) -> None:
-    """Give each block its key, unless that is None. The first block begins after `num_tokens` tokens.
+    """Key each block that is not null by its hash and the suffix of its group; no event but of removals.
 
     Args:
         before: the block before the first one in the sequence, or the null block.
+        num_tokens: how many tokens come before the first block.
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     owner = pool._owner
     num_added = 0
     num_keys = len(entries)
-    for index, block in enumerate(blocks):
+    for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
         num_tokens += block_size
-        key = keys[index]
-        if key is None:
+        if block.is_null:
             continue
         if block._block_hash is not None:
             evict(pool, block)
             num_keys = len(entries)
+        key = BlockHashWithGroupId(block_hash + suffix)
         if entries.setdefault(key, block) is block and len(entries) > num_keys:
             num_keys += 1
             num_added += 1
@@ -512,51 +519,63 @@ def add_keys(
 def evict(pool: PrefixCache, block: KVCacheBlock) -> bool:
     """Drop the block's keys; for each that the prefix map knew, a count and an event. True if any."""
     keys = drop_keys(pool, block)
-    note_evicted(pool, keys)
-    return len(keys) > 0
+    if not keys:
+        return False
+    pool.num_evictions += len(keys)
+    if pool.enable_kv_cache_events:
+        announce_removed(pool, keys)
+    return True
 
 
 def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
-    """`evict` for each of these blocks that has a key, in order."""
+    """`evict` for each of these blocks, in order."""
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     # Only what the map's own counts and flags vouch for is deleted without a look at the entry first.
     is_sure = cache._num_keys == len(entries) and not pool.cached_block_hashes_by_block
+    announces = pool.enable_kv_cache_events
     keys: list[BlockHashWithGroupId] = []
+    num_deleted = 0
     for block in blocks:
-        if block._block_hash is None:
-            continue
         if is_sure and block._is_found_by_hash:
             key = cast(BlockHashWithGroupId, block._block_hash)
-            del entries[key]
-            cache._num_keys -= 1
             block._block_hash = None
             block._num_hash_tokens = -1
             block._is_found_by_hash = False
-            keys.append(key)
-        else:
-            keys.extend(drop_keys(pool, block))
-    note_evicted(pool, keys)
+            try:
+                del entries[key]
+            except KeyError:  # edited by hand after all
+                continue
+            num_deleted += 1
+            if announces:
+                keys.append(key)
+        elif block._block_hash is not None or pool.cached_block_hashes_by_block:
+            dropped = drop_keys(pool, block)
+            pool.num_evictions += len(dropped)
+            keys.extend(dropped)
+    cache._num_keys -= num_deleted
+    pool.num_evictions += num_deleted
+    if announces and keys:
+        announce_removed(pool, keys)
 
 
-def note_evicted(pool: PrefixCache, keys: list[BlockHashWithGroupId]) -> None:
-    """Count these keys as evicted, and announce each of them."""
-    if not keys:
-        return
-    pool.num_evictions += len(keys)
-    if not pool.enable_kv_cache_events:
-        return
+def announce_removed(pool: PrefixCache, keys: list[BlockHashWithGroupId]) -> None:
+    """One `BlockRemoved` for each key."""
     events = pool.kv_event_queue
     medium = pool.medium
     make_removed = pool._removed_type
-    hashes = pool._make_external_hashes(keys)
+    hashes: list[Any] = (
+        cast(Any, make_external_block_hashes(keys, 4))
+        if pool.use_int_block_hashes
+        else [get_block_hash(key) for key in keys]
+    )
     suffix = keys[0][-4:]
     group_id = get_group_id(keys[0])
-    for index, key in enumerate(keys):
+    for key, block_hash in zip(keys, hashes):  # noqa: B905 (mypyc makes a loop of this only)
         if not key.endswith(suffix):
             suffix = key[-4:]
             group_id = get_group_id(key)
-        events.append(make_removed([hashes[index]], medium, group_id))
+        events.append(make_removed([block_hash], medium, group_id))
 
 
 def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroupId]:

@@ -1,1 +1,1 @@
-"""Ready-made connections to engines."""
+"""The pool under engines that bring their own scheduler."""

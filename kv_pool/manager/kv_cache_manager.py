@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from operator import index
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.core.block_keys import check_block_hashes, make_block_hash_with_group_id
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
@@ -211,7 +211,7 @@ class KVCacheManager:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """
         table = self._table_of(request.request_id)
-        self.block_pool.free_blocks(reversed(table.blocks))
+        self.block_pool.free_blocks(table.blocks[::-1])
         del self._tables[request.request_id]
 
     def get_block_ids(self, request_id: str) -> list[int]:
@@ -271,12 +271,7 @@ class KVCacheManager:
                 f"request {request.request_id!r} has hashes for {num_hashed} blocks of {self.block_size} "
                 f"tokens; {num_full_blocks} are full. Was its hasher made with another block size?"
             )
-        for block_hash in hashes[num_cached_blocks * self._stride : num_full_blocks * self._stride]:
-            if not isinstance(block_hash, bytes):
-                raise InvalidTypeError(
-                    f"a block hash of request {request.request_id!r} is a {type(block_hash).__name__}; "
-                    "hashes are bytes"
-                )
+        check_block_hashes(hashes, num_cached_blocks * self._stride, num_full_blocks * self._stride)
         if self.block_pool.enable_kv_cache_events:
             check_announceable(request)
 

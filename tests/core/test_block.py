@@ -66,3 +66,12 @@ def test_a_block_knows_its_pool_but_does_not_keep_it_alive():
     assert KVCacheBlock(9, pool=pool).pool is pool
     del pool
     assert block.pool is None
+
+
+def test_whatever_an_engine_can_tell_apart_may_be_a_key():
+    marker = object()
+    block = KVCacheBlock(3, _block_hash=marker, _block_hash_num_tokens=8)
+    assert block.block_hash is marker
+    assert (block.block_hash_num_tokens, block._block_hash_num_tokens) == (8, 8)
+    block._block_hash_num_tokens = None
+    assert block.block_hash_num_tokens is None

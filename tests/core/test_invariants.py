@@ -89,6 +89,17 @@ def map_under_a_wrong_id(pool):
     pool.cached_block_hash_to_block._cache[hash_of(1) + GROUP] = {7: blocks(pool, 1)[0]}
 
 
+def be_one_of_two_and_say_alone(pool):
+    key = hash_of(1) + GROUP
+    pool.blocks[5].set_block_hash(key)
+    pool.cached_block_hash_to_block.insert(key, pool.blocks[5])
+    pool.blocks[1]._is_found_by_hash = True
+
+
+def count_a_key_too_many(pool):
+    pool.cached_block_hash_to_block._num_keys += 1
+
+
 def keep_a_secondary_key_without_a_primary(pool):
     pool.cached_block_hashes_by_block[5] = {b"x": None}
 
@@ -121,6 +132,8 @@ def carry_an_unmapped_secondary_key(pool):
         (carry_an_unmapped_secondary_key, "P2"),
         (leave_an_empty_entry, "M1"),
         (map_under_a_wrong_id, "M1"),
+        (be_one_of_two_and_say_alone, "M2"),
+        (count_a_key_too_many, "M3"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

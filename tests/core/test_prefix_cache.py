@@ -3,14 +3,23 @@
 import pytest
 from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
 
-from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    InvalidArgumentError,
+    InvalidBlockError,
+    InvalidTypeError,
+)
 from kv_pool.core import invariants
 from kv_pool.core.block_keys import (
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
     make_external_block_hash,
+    make_external_block_hashes,
 )
+from kv_pool.core.kv_events import KVEventTypes
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
 
@@ -354,3 +363,140 @@ def test_evictions_count_keys():
 def test_a_group_that_does_not_fit_is_an_overflow_too():
     with pytest.raises(OverflowError):
         make_block_hash_with_group_id(b"hash", 2**32)
+
+
+def make_chain(**options):
+    """A pool of 9 in which blocks 1 to 4 hold a sequence of the hashes 11 to 14 and are free."""
+    pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4", **options)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3, 4), 0, 4, 4, 0)
+    pool.free_blocks(blocks(pool, 4, 3, 2, 1))
+    pool.take_events()
+    return pool
+
+
+def look_up(pool, *numbers):
+    """By one call for all, after checking that one call for each agrees."""
+    found = ids(pool.find_cached_prefix([hash_of(number) for number in numbers], 10))
+    one_by_one = []
+    for number in numbers:
+        if find(pool, number) is None:
+            break
+        one_by_one += find(pool, number)
+    assert one_by_one == found
+    return found
+
+
+def test_the_next_block_of_a_sequence_is_guessed_and_the_guess_is_checked():
+    pool = make_chain()
+    assert look_up(pool, 11, 12, 13, 14) == [1, 2, 3, 4]
+    assert look_up(pool, 11, 13, 12, 14) == [1, 3, 2, 4]
+    assert look_up(pool, 11, 99, 12) == [1]
+    pool.evict_blocks([3])
+    assert look_up(pool, 11, 12, 13, 14) == [1, 2]
+
+
+def test_a_block_that_was_reused_is_not_found_where_it_was():
+    pool = make_chain()
+    pool.get_new_blocks(6)  # 5 to 8, then 4 and 3
+    pool.cache_full_blocks(make_request([hash_of(21)]), blocks(pool, 3), 0, 1, 4, 0)
+    assert look_up(pool, 11, 12, 13) == [1, 2]
+    assert look_up(pool, 21) == [3]
+
+
+def test_the_oldest_copy_is_found_whichever_was_cached_next():
+    pool = make_chain()
+    pool.touch(blocks(pool, 1))
+    table = [pool.blocks[1], *pool.get_new_blocks(2)]
+    pool.cache_full_blocks(REQUEST, table, 1, 3, 4, 0)  # 5 and 6 are copies of 2 and 3
+    assert look_up(pool, 11, 12, 13, 14) == [1, 2, 3, 4]
+    pool.evict_blocks([2, 3])
+    assert look_up(pool, 11, 12, 13, 14) == [1, 5, 6, 4]
+    invariants.check(pool)
+
+
+def test_a_guess_is_of_one_group_only():
+    pool = make_chain()
+    found = pool.find_cached_prefix(REQUEST.block_hashes, 4, kv_cache_group_id=1)
+    assert found == []
+    assert pool.get_cached_block(hash_of(11), [0]) is not None
+    assert pool.get_cached_block(hash_of(12), [1]) is None
+    assert pool.get_cached_block(hash_of(12)[:-1], [0]) is None
+    assert ids(pool.get_cached_block(hash_of(12), [0])) == [2]
+
+
+def test_a_map_edited_by_hand_is_believed():
+    pool = make_chain()
+    saved = pool.cached_block_hash_to_block._cache.pop(hash_of(12) + GROUP)
+    assert look_up(pool, 11, 12, 13) == [1]
+    pool.cached_block_hash_to_block._cache[hash_of(12) + GROUP] = saved
+    assert look_up(pool, 11, 12, 13) == [1, 2, 3]
+    pool.cached_block_hash_to_block.pop(hash_of(13) + GROUP, 3)
+    assert look_up(pool, 11, 12, 13) == [1, 2]
+
+
+def test_a_key_that_was_exchanged_by_hand_is_no_obstacle_to_reuse():
+    pool = make_chain(enable_kv_cache_events=True)
+    entries = pool.cached_block_hash_to_block._cache
+    entries[b"other"] = entries.pop(hash_of(13) + GROUP)
+    pool.get_new_blocks(8)
+    assert told(pool) == ["-14", "-12", "-11"]
+    assert list(entries) == [b"other"]
+
+
+def test_secondary_keys_go_with_the_block_even_without_a_primary_one():
+    pool = make_pool("free: 2 | in use: 1")
+    pool._insert_block_hash(b"a" + GROUP, pool.blocks[1], 4)
+    pool._insert_block_hash(b"b" + GROUP, pool.blocks[1], None)
+    pool.blocks[1].reset_hash()
+    pool.free_blocks(blocks(pool, 1))
+    pool.get_new_blocks(2)
+    assert pool.cached_block_hashes_by_block == {}
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 16, 32])
+@pytest.mark.parametrize("number", [1, 63, 64, 65, 200])
+def test_many_hashes_become_external_as_one_does(size, number):
+    hashes = [(position * 77777).to_bytes(40, "big")[-size:] for position in range(number)]
+    expected = [make_external_block_hash(block_hash) for block_hash in hashes]
+    assert make_external_block_hashes(hashes, 0) == expected
+    assert make_external_block_hashes([block_hash + GROUP for block_hash in hashes], 4) == expected
+    mixed = [*hashes, b"longer" * 8]
+    assert make_external_block_hashes(mixed, 0)[:-1] == expected
+
+
+def test_an_engine_supplies_its_own_event_classes():
+    class Stored(BlockStored, tag="BlockStored"):
+        pass
+
+    class Removed(BlockRemoved, tag="BlockRemoved"):
+        pass
+
+    class Cleared(AllBlocksCleared, tag="AllBlocksCleared"):
+        pass
+
+    pool = make_chain(enable_kv_cache_events=True, event_types=KVEventTypes(Stored, Removed, Cleared))
+    cache_partially(pool, pool.get_new_blocks(1)[0].block_id, 4)
+    pool.evict_blocks([1])
+    assert not pool.reset_prefix_cache()
+    pool.free_blocks(blocks(pool, 5))
+    pool.reset_prefix_cache()
+    assert [type(event) for event in pool.take_events()] == [Stored, Removed, Cleared]
+
+
+def test_events_carry_whole_hashes_where_the_engine_wants_them():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True, use_int_block_hashes=False)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 1), 1, 2, 4, 0)
+    pool.evict_blocks([1])
+    stored, removed = pool.take_events()
+    assert (stored.block_hashes, stored.parent_block_hash) == ([hash_of(12)], hash_of(11))
+    assert removed.block_hashes == [hash_of(12)]
+
+
+def test_removals_say_each_its_own_group():
+    pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True)
+    for block_id, group in ((1, 0), (2, 7), (3, 7)):
+        pool.cache_full_blocks(make_request([hash_of(11)]), blocks(pool, block_id), 0, 1, 4, group)
+    pool.free_blocks(blocks(pool, 1, 2, 3))
+    pool.take_events()
+    pool.get_new_blocks(4)
+    assert [event.group_idx for event in pool.take_events()] == [0, 7, 7]

@@ -354,7 +354,7 @@ def test_hashes_that_are_no_bytes_change_nothing():
     manager = make_manager()
     request = make_request("a", range(8))
     request.block_hashes[1] = "text"
-    with pytest.raises(InvalidTypeError, match="a block hash of request 'a' is a str"):
+    with pytest.raises(InvalidTypeError, match="block hash 1 is a str; hashes are bytes"):
         manager.allocate_slots(request, 8)
     assert state(manager.block_pool) == "free: 1 2 3 4 5 6 7 8"
 

@@ -132,3 +132,12 @@ def test_random_stays_agree_with_a_slow_model(clock, seed):
         assert set(collector.block_metrics) == set(stays)
     assert expected
     assert collector.drain_events() == expected
+
+
+def test_an_engine_supplies_its_own_class_of_samples(clock):
+    collector = KVCacheMetricsCollector(1.0, sample_type=lambda *values: ("mine", *values))
+    pool = BlockPool(2, True, 4, metrics_collector=collector)
+    pool.free_blocks(pool.get_new_blocks(1))
+    clock.advance(3)
+    pool.get_new_blocks(1)
+    assert collector.drain_events() == [("mine", 3.0, 3.0, ())]

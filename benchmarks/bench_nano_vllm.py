@@ -1,0 +1,181 @@
+"""Does a prefix hit cost more where more blocks are free? See benchmarks/README.md for the columns."""
+
+import argparse
+import hashlib
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+
+import kv_pool
+from kv_pool.integrations.nano_vllm import BlockManager
+
+OURS = f"kv_pool {'compiled' if kv_pool.COMPILED else 'plain'}"
+THEIRS = "nano-vllm"
+
+BLOCK_SIZE = 16
+HIT_BLOCKS = 16
+HITS_PER_SAMPLE = 2
+# Always as many, so that what is hit fits into the CPU's caches however many blocks there are.
+HIT_PROMPTS = 30
+
+
+class BenchSequence:
+    """What a block manager reads and writes of a nano-vllm `Sequence`."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.block_table: list[int] = []
+        self.num_cached_tokens = 0
+        self.num_scheduled_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-len(self.token_ids) // BLOCK_SIZE)
+
+    def block(self, i: int) -> list[int]:
+        return self.token_ids[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+
+
+def import_theirs(checkout: Path) -> Any:
+    """The block manager of a nano-vllm source tree, without the rest of it, which loads torch."""
+    stub = ModuleType("nanovllm.engine.sequence")
+    stub.__dict__["Sequence"] = BenchSequence
+    for name in ("nanovllm", "nanovllm.engine"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules["nanovllm.engine.sequence"] = stub
+    path = checkout / "nanovllm" / "engine" / "block_manager.py"
+    spec = spec_from_file_location("their_block_manager", path)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"no block manager at {path}")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.BlockManager
+
+
+def git_blob_id(checkout: Path) -> str:
+    """What `git hash-object` prints for the block manager of a nano-vllm source tree."""
+    content = (checkout / "nanovllm" / "engine" / "block_manager.py").read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def admit_and_finish(manager: Any, seq: BenchSequence, as_today: bool) -> int:
+    """A prompt's way through the block manager, as its scheduler has it; how many tokens were hit."""
+    answer = manager.can_allocate(seq)
+    if as_today:
+        manager.allocate(seq, answer)
+        num_cached_tokens = seq.num_cached_tokens
+        seq.num_scheduled_tokens = len(seq) - num_cached_tokens
+        manager.hash_blocks(seq)
+    else:
+        if not answer:
+            raise RuntimeError("the prompt does not fit")
+        manager.allocate(seq)
+        num_cached_tokens = seq.num_cached_tokens
+    manager.deallocate(seq)
+    return num_cached_tokens
+
+
+def sample_hits(num_blocks: int, seed: int, as_today: bool, manager_class: Callable[..., Any]) -> Sample:
+    """All blocks are free: in front those that hold nothing, behind them as many that hold prompts."""
+    rng = random.Random(seed)
+    manager = manager_class(num_blocks, BLOCK_SIZE)
+    seqs = []
+    for _ in range(num_blocks // 2 // HIT_BLOCKS):
+        seqs.append(BenchSequence([rng.randrange(128_000) for _ in range(HIT_BLOCKS * BLOCK_SIZE)]))
+        admit_and_finish(manager, seqs[-1], as_today)
+    seqs = rng.sample(seqs, HIT_PROMPTS)
+
+    def sample() -> float:
+        chosen = [rng.choice(seqs) for _ in range(HITS_PER_SAMPLE)]
+        num_cached_tokens = 0
+        start = time.perf_counter_ns()
+        for seq in chosen:
+            num_cached_tokens += admit_and_finish(manager, seq, as_today)
+        elapsed = time.perf_counter_ns() - start
+        expected = HIT_BLOCKS - 1 if as_today else HIT_BLOCKS
+        if num_cached_tokens != HITS_PER_SAMPLE * expected * BLOCK_SIZE:
+            raise RuntimeError(f"{num_cached_tokens} tokens hit")
+        return elapsed / (HITS_PER_SAMPLE * HIT_BLOCKS)
+
+    return sample
+
+
+def measure(num_blocks: int, as_today: bool, classes: dict[str, Any], options: argparse.Namespace) -> None:
+    print(f"{num_blocks:,} blocks, as {'today' if as_today else 'in 2025'}")
+    figures: dict[str, tuple[float, float, float]] = {}
+    # Not in turn: a walk along their free list leaves the CPU's caches cold for whoever comes next.
+    for name, manager_class in classes.items():
+        sample = sample_hits(num_blocks, options.seed, as_today, manager_class)
+        figures[name] = summarize(interleave(name, "ns", {name: sample}, options.runs).samples[name])
+    for name, (low, median, high) in figures.items():
+        ratio = f"{figures[THEIRS][1] / median:.1f}" if THEIRS in figures else "-"
+        shown = "".join(f"{figure:>11,.0f}" for figure in (median, low, high))
+        print(f"    {name:22}{'ns/block':>10}{shown}{options.runs:>6}{ratio:>18}", flush=True)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument(
+        "--nano-vllm", type=Path, nargs="+", default=[], help="source trees, one of each shape"
+    )
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of token ids, and of which prompt is hit")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: 3 runs, 1,000 blocks")
+    options = parser.parse_args()
+    if options.quick:
+        options.runs, options.blocks = 3, [1_000]
+    # A hit takes a block that holds nothing; from the last one on it would take a cached one.
+    if options.runs < 1 or min(options.blocks) < 4 * HITS_PER_SAMPLE * options.runs:
+        parser.error(f"at least 1 run, and {4 * HITS_PER_SAMPLE} blocks for each")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    theirs = {}
+    for checkout in options.nano_vllm:
+        manager_class = import_theirs(checkout)
+        theirs[hasattr(manager_class, "hash_blocks")] = manager_class
+    checkouts = {str(checkout) for checkout in options.nano_vllm}
+    arguments = ["CHECKOUT" if argument in checkouts else argument for argument in sys.argv[1:]]
+    versions = ", ".join(f"{name} {find_version(name)}" for name in ("kv_pool", "xxhash", "numpy"))
+    for key, value in (
+        ("command", " ".join(["python", "benchmarks/bench_nano_vllm.py", *arguments])),
+        ("date", datetime.now(UTC).isoformat(timespec="seconds")),
+        ("cpu", find_cpu_model()),
+        ("cores", os.cpu_count()),
+        ("load_average_at_start", os.getloadavg()[0]),
+        ("system", platform.platform()),
+        ("python", platform.python_version()),
+        ("versions", versions),
+        *(
+            (f"{THEIRS} file", f"block_manager.py, git blob {git_blob_id(path)}")
+            for path in options.nano_vllm
+        ),
+    ):
+        print(f"{key:22}{value}")
+    print(f"\n{'':26}{'unit':>10}{'median':>11}{'p10':>11}{'p90':>11}{'runs':>6}{'nano-vllm / this':>18}")
+    for as_today in (True, False):
+        classes = {OURS: BlockManager}
+        if as_today in theirs:
+            classes[THEIRS] = theirs[as_today]
+        for num_blocks in options.blocks:
+            measure(num_blocks, as_today, classes, options)
+
+
+if __name__ == "__main__":
+    main()

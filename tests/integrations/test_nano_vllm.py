@@ -1,0 +1,428 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from drawing import state
+from integrations.made_sequence import MadeSequence
+
+from kv_pool import BlockHasher, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.core import invariants
+from kv_pool.integrations.nano_vllm import Admission, BlockManager
+
+RECORDS = sorted((Path(__file__).parent / "data").glob("nano_vllm_*.json.gz"))
+
+HASHER = BlockHasher("sha256", "s", 4)
+
+
+def make_manager(num_blocks=8):
+    return BlockManager(num_blocks, 4, hasher=HASHER)
+
+
+def start(manager, token_ids, eager=False):
+    """Admit a new sequence: `eager` as in 2025, else as today, and then compute all of it."""
+    seq = MadeSequence(token_ids)
+    if eager:
+        manager.allocate(seq)
+        return seq
+    manager.allocate(seq, manager.can_allocate(seq))
+    compute(manager, seq, len(seq) - seq.num_cached_tokens)
+    return seq
+
+
+def compute(manager, seq, num_tokens):
+    """The end of a step of today's scheduler."""
+    seq.num_scheduled_tokens = num_tokens
+    manager.hash_blocks(seq)
+    seq.num_cached_tokens += num_tokens
+    seq.num_scheduled_tokens = 0
+
+
+def decode(manager, seq, token_ids, eager=False):
+    """A step for each token: sampled at the end of one, computed in the next."""
+    for token_id in token_ids:
+        seq.append_token(token_id)
+        assert manager.can_append(seq)
+        manager.may_append(seq)
+        if not eager:
+            compute(manager, seq, 1)
+
+
+@pytest.fixture(params=[False, True], ids=["today", "2025"])
+def eager(request):
+    return request.param
+
+
+# ---- admission -----------------------------------------------------------------------------------
+
+
+def test_every_block_of_the_engine_is_handed_out_from_0_on(eager):
+    manager = make_manager(4)
+    seq = start(manager, range(16), eager)
+    assert seq.block_table == [0, 1, 2, 3]
+    assert state(manager.block_pool) == "free: | in use: 1* 2* 3* 4*"
+
+
+def test_a_second_sequence_shares_the_prefix(eager):
+    manager = make_manager()
+    start(manager, range(10), eager)
+    second = start(manager, [*range(8), 90, 91], eager)
+    assert second.block_table == [0, 1, 3]
+    assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
+
+
+def test_the_last_block_is_computed_anew_by_the_scheduler_of_today():
+    manager = make_manager()
+    start(manager, range(8))
+    twin = MadeSequence(range(8))
+    assert manager.can_allocate(twin) == 1
+    manager.allocate(twin, 1)
+    assert (twin.block_table, twin.num_cached_tokens) == ([0, 2], 4)
+
+
+def test_a_full_last_block_is_a_hit_for_the_scheduler_of_2025():
+    manager = make_manager()
+    start(manager, range(8), eager=True)
+    twin = start(manager, range(8), eager=True)
+    assert (twin.block_table, twin.num_cached_tokens) == ([0, 1], 8)
+
+
+def test_the_answer_to_can_allocate_reads_right_for_both_schedulers():
+    manager = make_manager(2)
+    fits = manager.can_allocate(MadeSequence(range(8)))
+    assert fits == 0
+    assert bool(fits)
+    too_long = manager.can_allocate(MadeSequence(range(9)))
+    assert too_long == -1
+    assert not too_long
+
+
+def test_a_cached_block_in_use_costs_nothing_today_and_one_block_in_2025():
+    manager = make_manager(3)
+    start(manager, range(4))
+    start(manager, range(50, 54))
+    answer = manager.can_allocate(MadeSequence(range(6)))
+    assert answer == 1
+    assert not answer
+    assert answer * manager.block_size == 4
+
+
+def test_a_cached_block_that_is_free_costs_a_free_block():
+    manager = make_manager(2)
+    manager.deallocate(start(manager, range(8)))
+    assert manager.can_allocate(MadeSequence(range(8))) == 1
+    assert manager.can_allocate(MadeSequence(range(9))) == -1
+
+
+def test_asking_changes_nothing(eager):
+    manager = make_manager()
+    seq = start(manager, range(10), eager)
+    manager.deallocate(seq)
+    before = state(manager.block_pool)
+    manager.can_allocate(MadeSequence(range(10)))
+    assert state(manager.block_pool) == before
+
+
+def test_fewer_hits_than_there_are_may_be_asked_for():
+    manager = make_manager()
+    start(manager, range(10))
+    seq = MadeSequence(range(10))
+    manager.allocate(seq, 0)
+    assert (seq.block_table, seq.num_cached_tokens) == ([3, 4, 5], 0)
+
+
+def test_hits_are_not_taken_for_the_rest_of_the_same_sequence(eager):
+    manager = make_manager(3)
+    manager.deallocate(start(manager, range(8), eager))
+    seq = start(manager, range(12), eager)
+    assert sorted(seq.block_table) == [0, 1, 2]
+    assert seq.block_table[:2] == [0, 1]
+
+
+# ---- what is cached, and when --------------------------------------------------------------------
+
+
+def test_today_a_block_is_cached_once_it_is_computed():
+    manager = make_manager()
+    seq = MadeSequence(range(10))
+    manager.allocate(seq, 0)
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1 2 3"
+    compute(manager, seq, 6)
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
+    compute(manager, seq, 4)
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+
+
+def test_a_block_that_fills_up_is_cached_before_its_step_in_2025_and_after_it_today(eager):
+    manager = make_manager()
+    seq = start(manager, range(3), eager)
+    seq.append_token(3)
+    manager.may_append(seq)
+    assert state(manager.block_pool).endswith("in use: 1*" if eager else "in use: 1")
+    if not eager:
+        compute(manager, seq, 1)
+        assert state(manager.block_pool).endswith("in use: 1*")
+
+
+def test_in_2025_full_blocks_are_cached_when_they_are_allocated():
+    manager = make_manager()
+    manager.allocate(MadeSequence(range(10)))
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+
+
+def test_generated_tokens_take_a_block_when_they_need_one_and_fill_it(eager):
+    manager = make_manager()
+    seq = start(manager, range(6), eager)
+    decode(manager, seq, [100, 101], eager)
+    assert state(manager.block_pool) == "free: 3 4 5 6 7 8 | in use: 1* 2*"
+    decode(manager, seq, [102], eager)
+    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+    assert seq.block_table == [0, 1, 2]
+    manager.deallocate(seq)
+    assert start(manager, [*range(6), 100, 101, 102], eager).block_table[:2] == [0, 1]
+
+
+def test_a_block_that_is_there_is_not_appended_twice(eager):
+    manager = make_manager()
+    seq = start(manager, range(4), eager)
+    seq.append_token(9)
+    manager.may_append(seq)
+    manager.may_append(seq)
+    assert seq.block_table == [0, 1]
+
+
+def test_blocks_of_one_token_each_are_appended_too(eager):
+    manager = BlockManager(4, 1)
+    seq = MadeSequence([7], block_size=1)
+    manager.allocate(seq, *([] if eager else [0]))
+    decode(manager, seq, [8, 9], eager)
+    assert seq.block_table == [0, 1, 2]
+
+
+def test_the_same_tokens_behind_another_prefix_are_no_hit(eager):
+    """Their manager of 2025 counts 8 here: block 1 held the fives behind the ones before it was reused."""
+    manager = make_manager(3)
+    manager.deallocate(start(manager, [1, 1, 1, 1, 5, 5, 5, 5], eager))
+    other = start(manager, [2, 2, 2, 2, 5, 5, 5, 5], eager)
+    assert other.block_table == [2, 1]
+    manager.deallocate(other)
+    third = MadeSequence([1, 1, 1, 1, 5, 5, 5, 5, 9])
+    manager.allocate(third, *([] if eager else [manager.can_allocate(third)]))
+    assert third.num_cached_tokens == 4
+
+
+def test_only_the_copy_that_was_cached_last_can_be_hit():
+    manager = make_manager(6)
+    older, newer = MadeSequence(range(5)), MadeSequence(range(5))
+    manager.allocate(older, 0)
+    manager.allocate(newer, 0)
+    compute(manager, older, 5)
+    compute(manager, newer, 5)
+    assert state(manager.block_pool) == "free: 5 6 | in use: 1 2 3* 4"
+    manager.deallocate(newer)
+    manager.deallocate(older)
+    assert state(manager.block_pool) == "free: 5 6 4 3* 2 1"
+    start(manager, range(50, 66))
+    assert manager.can_allocate(MadeSequence(range(5))) == 0
+
+
+def test_blocks_are_reused_in_the_order_of_freeing_cached_or_not(eager):
+    manager = make_manager(5)
+    first = start(manager, range(6), eager)
+    second = start(manager, range(50, 56), eager)
+    manager.deallocate(first)
+    manager.deallocate(second)
+    assert state(manager.block_pool) == "free: 5 2 1* 4 3*"
+    assert list(manager.free_block_ids) == [4, 1, 0, 3, 2]
+
+
+def test_the_free_ids_are_a_live_view():
+    manager = make_manager(3)
+    free = manager.free_block_ids
+    assert (len(free), list(free), 0 in free) == (3, [0, 1, 2], True)
+    start(manager, range(4))
+    assert (len(free), list(free), 0 in free) == (2, [1, 2], False)
+    assert -1 not in free
+    assert 3 not in free
+
+
+# ---- the caller's mistakes -----------------------------------------------------------------------
+
+
+def refuses(manager, error, message, call, *arguments):
+    """The call raises and leaves pool and sequence as they were."""
+    seq = arguments[0]
+    before = (state(manager.block_pool), list(seq.block_table), seq.num_cached_tokens)
+    with pytest.raises(error, match=message):
+        call(*arguments)
+    assert (state(manager.block_pool), list(seq.block_table), seq.num_cached_tokens) == before
+    invariants.check(manager.block_pool)
+
+
+def test_freeing_twice_is_refused(eager):
+    manager = make_manager()
+    seq = start(manager, range(6), eager)
+    manager.deallocate(seq)
+    refuses(
+        manager, InvalidArgumentError, "has no blocks here: .* deallocated already", manager.deallocate, seq
+    )
+
+
+@pytest.mark.parametrize("call", ["can_append", "may_append", "hash_blocks", "deallocate"])
+def test_a_sequence_without_blocks_is_refused(call):
+    manager = make_manager()
+    message = r"sequence 0 has no blocks here: .* call allocate\(\) first"
+    refuses(manager, InvalidArgumentError, message, getattr(manager, call), MadeSequence(range(6)))
+
+
+def test_a_copy_of_a_sequence_holds_nothing():
+    manager = make_manager()
+    seq = start(manager, range(6))
+    copy = MadeSequence(range(6))
+    copy.block_table = list(seq.block_table)
+    refuses(manager, InvalidArgumentError, "has no blocks here", manager.deallocate, copy)
+
+
+def test_allocating_twice_is_refused(eager):
+    manager = make_manager()
+    seq = start(manager, range(6), eager)
+    message = r"holds blocks already, 2 in its table; deallocate\(\) it first"
+    refuses(manager, InvalidArgumentError, message, manager.allocate, seq)
+    refuses(manager, InvalidArgumentError, message, manager.allocate, seq, 0)
+    seq.block_table.clear()
+    refuses(manager, InvalidArgumentError, "holds blocks already, 0 in its table", manager.allocate, seq)
+
+
+def test_what_does_not_fit_is_refused(eager):
+    manager = make_manager(3)
+    start(manager, range(6), eager)
+    message = "needs 2 free blocks, 1 are free of 3"
+    arguments = [] if eager else [0]
+    refuses(manager, OutOfBlocksError, message, manager.allocate, MadeSequence(range(50, 56)), *arguments)
+
+
+def test_free_hits_count_as_needed(eager):
+    manager = make_manager(3)
+    manager.deallocate(start(manager, range(8), eager))
+    start(manager, range(50, 54), eager)
+    arguments = [] if eager else [1]
+    refuses(manager, OutOfBlocksError, "needs 3", manager.allocate, MadeSequence(range(9)), *arguments)
+
+
+def test_a_block_that_can_not_be_appended_is_refused(eager):
+    manager = make_manager(1)
+    seq = start(manager, range(4), eager)
+    seq.append_token(4)
+    assert not manager.can_append(seq)
+    refuses(manager, OutOfBlocksError, "asked for 1 blocks, 0 are free", manager.may_append, seq)
+
+
+@pytest.mark.parametrize("num_cached_blocks", [2, -1, Admission(-1, has_room=False)])
+def test_hits_that_are_not_there_are_refused(num_cached_blocks):
+    manager = make_manager()
+    start(manager, range(4))
+    message = rf"was to get {int(num_cached_blocks)} cached blocks, \d are; ask can_allocate\(\) again"
+    refuses(
+        manager,
+        InvalidArgumentError,
+        message,
+        manager.allocate,
+        MadeSequence(range(10)),
+        num_cached_blocks,
+    )
+
+
+def test_a_table_that_somebody_else_wrote_is_refused():
+    manager = make_manager()
+    seq = start(manager, range(6))
+    seq.block_table.append(7)
+    refuses(manager, InvalidBlockError, "has 3 blocks and was filled with 2", manager.deallocate, seq)
+
+
+def test_blocks_that_were_freed_behind_the_managers_back_are_refused():
+    manager = make_manager()
+    seq = start(manager, range(6))
+    manager.block_pool.free_blocks([manager.block_pool.blocks[2]])
+    refuses(manager, InvalidBlockError, "block 2 is free", manager.deallocate, seq)
+
+
+def test_more_computed_tokens_than_there_are_are_refused():
+    manager = make_manager()
+    seq = start(manager, range(6))
+    seq.num_scheduled_tokens = 1
+    message = "says 7 tokens are computed after this step, but has 6 tokens and 2 blocks of 4"
+    refuses(manager, InvalidArgumentError, message, manager.hash_blocks, seq)
+
+
+def test_computed_tokens_without_a_block_are_refused():
+    manager = make_manager()
+    seq = start(manager, range(4))
+    seq.append_token(4)
+    seq.num_scheduled_tokens = 1
+    message = "says 5 tokens are computed after this step, but has 5 tokens and 1 blocks of 4"
+    refuses(manager, InvalidArgumentError, message, manager.hash_blocks, seq)
+
+
+def test_a_sequence_with_another_block_size_is_refused():
+    manager = make_manager()
+    message = "has 10 tokens in 1 blocks, which blocks of 4 would be 3; set Sequence.block_size"
+    for call in (manager.can_allocate, manager.allocate):
+        refuses(manager, InvalidArgumentError, message, call, MadeSequence(range(10), block_size=256))
+
+
+def test_a_sequence_of_no_tokens_is_refused():
+    manager = make_manager()
+    refuses(manager, InvalidArgumentError, "has 0 tokens", manager.allocate, MadeSequence([]))
+
+
+def test_a_manager_without_blocks_or_with_another_hasher_is_refused():
+    with pytest.raises(InvalidArgumentError, match="num_blocks is 0; it counts blocks, at least 1"):
+        BlockManager(0, 4)
+    with pytest.raises(InvalidArgumentError, match="block_size is 0"):
+        BlockManager(8, 0)
+    with pytest.raises(InvalidArgumentError, match=r"the hasher covers 4 tokens .* block_size=16"):
+        BlockManager(8, 16, hasher=HASHER)
+
+
+# ---- nano-vllm's own scheduler -------------------------------------------------------------------
+
+
+def read_record(path):
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def test_there_are_records_of_both_schedulers():
+    assert [path.name for path in RECORDS] == ["nano_vllm_2025.json.gz", "nano_vllm_2026.json.gz"]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_record_holds_what_it_is_there_for(path):
+    counted = read_record(path)["counted"]
+    assert counted["calls"] > 10_000
+    for name in ("admissions_with_hits", "admissions_after_preemption", "refused"):
+        assert counted[name] > 100, name
+    assert (counted["chunked_prefills"] > 100) == ("2026" in path.name)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_their_schedulers_calls_get_the_answers_they_got_from_theirs(path):
+    """Same admissions, cached tokens and block ids, call by call; recipe: tests/integrations/data/."""
+    for run in read_record(path)["runs"]:
+        manager = BlockManager(run["num_blocks"], run["block_size"])
+        seqs = [MadeSequence(tokens, run["block_size"]) for tokens in run["sequences"]]
+        for number, (name, before, answer, after) in enumerate(run["calls"]):
+            which, num_tokens, num_cached_tokens, num_scheduled_tokens, *arguments = before
+            seq = seqs[which]
+            seq.num_tokens = num_tokens
+            seq.num_cached_tokens = num_cached_tokens
+            seq.num_scheduled_tokens = num_scheduled_tokens
+            num_held = len(seq.block_table)
+            found = getattr(manager, name)(seq, *arguments)
+            if isinstance(answer, bool):  # the scheduler of 2025 reads no more of it
+                found = bool(found)
+            assert found == answer, (number, name)
+            grown = seq.block_table[num_held:]
+            assert [seq.num_cached_tokens, len(seq.block_table), grown] == after, (number, name)
+            if number % 20 == 0:
+                invariants.check(manager.block_pool)
+        invariants.check(manager.block_pool)
