@@ -28,6 +28,8 @@ BLOCK_SIZE = 16
 HASH_BYTES = 32
 REQUEST_BLOCKS = 64
 HIT_BLOCKS = 256
+# A cache whose map, keys and blocks the processor's own caches can hold, beside the one of --blocks.
+SMALL_BLOCKS = 10_000
 # Work per sample: a few milliseconds at most, less than another process usually runs in between.
 SAMPLE_BLOCKS = 1_000
 PROMPT_TOKENS = 50_000
@@ -300,9 +302,11 @@ def measure_here(implementations: list[Implementation], options: argparse.Namesp
     for take in (1, 10, 100, 1000):
         title = f"take and give back {take} of {num_blocks:,} blocks"
         measure(title, "ns/block", partial(sample_take_and_free, num_blocks, take))
-    for events in (False, True):
-        title = f"full cache, {'events' if events else 'no events'}: take {REQUEST_BLOCKS}, cache, free"
-        measure(title, "ns/block", partial(sample_evictions, num_blocks, seed, events))
+    for size in (SMALL_BLOCKS, num_blocks):
+        for events in (False, True):
+            kind = "events" if events else "no events"
+            title = f"full cache of {size:,}, {kind}: take {REQUEST_BLOCKS}, cache, free"
+            measure(title, "ns/block", partial(sample_evictions, size, seed, events))
     title = f"hit of {HIT_BLOCKS} blocks by get_cached_block, touch, free"
     measure(title, "ns/block", partial(sample_prefix_hits, num_blocks, seed, False))
     title = f"hit of {HIT_BLOCKS} blocks by find_cached_prefix (vLLM: get_cached_block), touch, free"
@@ -526,7 +530,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--child-builds", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
-        options.runs, options.blocks, options.build_blocks = 3, 2_000, 20_000
+        options.runs, options.blocks, options.build_blocks = 3, 5_000, 20_000
     if options.runs < 1 or min(options.blocks, options.build_blocks) <= 1_000:
         parser.error("at least 1 run and more than 1,000 blocks")
     return options

@@ -183,7 +183,7 @@ def main() -> None:
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
     parser.add_argument("--blocks", type=int, default=30_000, help="blocks of each pool")
-    parser.add_argument("--batch", type=int, default=50, help="requests that one manager replays at a time")
+    parser.add_argument("--batch", type=int, default=100, help="requests that one manager replays at a time")
     parser.add_argument("--runs", type=int, default=3, help="replays of the whole; the median counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
     options = parser.parse_args()

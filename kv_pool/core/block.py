@@ -3,7 +3,7 @@
 from typing import Any
 from weakref import ref
 
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId
@@ -65,18 +65,18 @@ class KVCacheBlock:
         *,
         pool: Any = None,
     ) -> None:
-        self.block_id: i64 = block_id
-        self.ref_cnt: i64 = ref_cnt
+        self.block_id: i32 = block_id
+        self.ref_cnt: i32 = ref_cnt
         # The key as bytes; Any, since vLLM's callers put in whatever they can tell apart.
         self._block_hash: Any = _block_hash
         # -1 for unknown: a native number, so that caching a block allocates none.
-        self._num_hash_tokens: i64 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
+        self._num_hash_tokens: i32 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
         # Set by the pool only: the prefix map's entry for the block's primary key is this block and no other.
         # Whoever has the block need not ask the map then.
         self._is_found_by_hash: bool = False
         # Which block of the pool held the next part of the sequence when this one was last cached: a guess
         # that saves a walk through the map, and is checked before it is believed.
-        self._next_cached_id: i64 = 0
+        self._next_cached_id: i32 = 0
         self.prev_free_block: KVCacheBlock | None = prev_free_block
         self.next_free_block: KVCacheBlock | None = next_free_block
         self.is_null: bool = is_null

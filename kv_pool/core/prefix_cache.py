@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 from weakref import ref
 
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import (
@@ -199,8 +199,8 @@ class PrefixCache:
             raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
         hashes = self._hashes_of(request, num_cached_blocks, num_full_blocks, block_size)
         owner = self._owner
-        num_tokens: i64 = num_cached_blocks * block_size
-        step: i64 = block_size
+        num_tokens: i32 = num_cached_blocks * block_size
+        step: i32 = block_size
         num_skipped: i64 = 0
         index: i64 = -1
         try:
@@ -477,8 +477,8 @@ def add_keys(
     blocks: list[KVCacheBlock],
     hashes: list[BlockHash],
     suffix: bytes,
-    num_tokens: i64,
-    block_size: i64,
+    num_tokens: i32,
+    block_size: i32,
 ) -> None:
     """Key each block that is not null by its hash and the suffix of its group; no event but of removals.
 
