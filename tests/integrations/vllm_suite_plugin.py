@@ -1,4 +1,4 @@
-"""A pytest plugin for vLLM's tests: which classes they run with, decided before the first test is imported."""
+"""A pytest plugin for vLLM's tests: decides, before the first is imported, with which classes they run."""
 
 import os
 
