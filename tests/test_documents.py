@@ -57,7 +57,12 @@ def test_the_readme_shows_the_output_of_its_first_example():
 
 
 def test_links_in_the_documents_lead_somewhere():
-    for document in (ROOT / "README.md", ROOT / "kv_pool" / "README.md", ROOT / "benchmarks" / "README.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+    for document in (
+        ROOT / "README.md",
+        ROOT / "kv_pool" / "README.md",
+        ROOT / "kv_pool" / "integrations" / "README.md",
+        ROOT / "benchmarks" / "README.md",
+    ):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"

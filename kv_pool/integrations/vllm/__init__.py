@@ -1,0 +1,5 @@
+"""vLLM with kv_pool's classes in place of its own; `register` is the entry point that vLLM calls."""
+
+from kv_pool.integrations.vllm.plugin import register
+
+__all__ = ["register"]

@@ -1,0 +1,88 @@
+"""kv_pool's classes as vLLM's code calls them: by vLLM's names, with vLLM's event classes.
+
+Imports vLLM, so only `register` imports it. The names are those of `plugin.REPLACED`.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from vllm import envs
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.metrics.stats import KVCacheEvictionEvent
+
+from kv_pool.core import block_pool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.kv_events import MEDIUM_GPU, KVEventTypes
+from kv_pool.core.mode import COMPILED
+from kv_pool.core.observer import BlockObserver
+from kv_pool.metrics import residency
+from kv_pool.metrics.residency import BlockMetricsState
+from kv_pool.version import __version__
+
+__all__ = [
+    "BlockHashToBlockMap",
+    "BlockMetricsState",
+    "BlockPool",
+    "FreeKVCacheBlockQueue",
+    "KVCacheBlock",
+    "KVCacheMetricsCollector",
+]
+
+logger = logging.getLogger("vllm.kv_pool")
+
+EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=AllBlocksCleared)
+
+
+class BlockPool(block_pool.BlockPool):
+    """`kv_pool.BlockPool` whose events are vLLM's, with block hashes as vLLM is set to send them."""
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: BlockObserver | None = None,
+        num_hash_lookahead_tokens: int = 0,
+        medium: str = MEDIUM_GPU,
+    ) -> None:
+        super().__init__(
+            num_gpu_blocks,
+            enable_caching,
+            hash_block_size,
+            enable_kv_cache_events,
+            metrics_collector,
+            num_hash_lookahead_tokens,
+            medium,
+            event_types=EVENT_TYPES,
+            use_int_block_hashes=envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES,
+        )
+        self.blocks = [self.null_block, *self.free_block_queue.get_all_free_blocks()]
+        # Here rather than in `register`: an engine process that was forked off inherits the classes without
+        # calling that, and what is logged before vLLM has read its logging options is lost.
+        logger.info(
+            "kv_pool %s (%s) manages %d KV blocks, medium %s",
+            __version__,
+            "compiled" if COMPILED else "plain Python",
+            num_gpu_blocks,
+            medium,
+        )
+
+    # A list, as vLLM's is: its callers may slice and compare it. Seen from Python only; compiled, the core
+    # reads the tuple in its own field and does not come here.
+    @property  # type: ignore[override]
+    def blocks(self) -> list[KVCacheBlock]:
+        return self._listed_blocks
+
+    @blocks.setter
+    def blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._listed_blocks = list(blocks)
+
+
+class KVCacheMetricsCollector(residency.KVCacheMetricsCollector):
+    """`kv_pool.KVCacheMetricsCollector` whose samples are vLLM's, as the scheduler's statistics need."""
+
+    def __init__(self, sample_rate: float = 0.01) -> None:
+        super().__init__(sample_rate, KVCacheEvictionEvent)

@@ -1,0 +1,161 @@
+"""vLLM's own tests with kv_pool's classes, against the same tests with vLLM's.
+
+    python tests/integrations/run_vllm_suite.py VLLM_SOURCE [--json RESULT] [--processes 2] [TEST_FILE ...]
+
+VLLM_SOURCE is vLLM's source tree of a checked version, importable with what its tests need; kv_pool has to
+be importable too, compiled or plain: that is what is tried. Needs neither GPU nor network: models are known
+by the configurations in data/vllm_models.json alone. A test whose outcome differs is named; the exit status
+counts those that pass with vLLM's classes only.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MODELS = HERE / "data" / "vllm_models.json"
+
+# Whatever touches the pool, its blocks or a scheduler, and does not need a GPU throughout.
+CONNECTORS = "tests/v1/kv_connector/unit/"
+TESTS = [
+    "tests/v1/core",
+    *(
+        CONNECTORS + name
+        for name in (
+            "offloading_connector/test_events.py",
+            "offloading_connector/test_scheduler.py",
+            "test_bidirectional_kv_transfer.py",
+            "test_cache_pollution_prevention.py",
+            "test_decode_bench_connector.py",
+            "test_error_propagation.py",
+            "test_hidden_states_connector.py",
+            "test_hisparse_connector.py",
+            "test_hma_auto_config.py",
+            "test_invalid_blocks_correctness.py",
+            "test_kv_connector_lifecycle.py",
+            "test_kv_load_failure_recovery.py",
+            "test_mooncake_store_connector.py",
+            "test_mooncake_store_coordinator.py",
+            "test_mooncake_store_hma_e2e.py",
+            "test_mooncake_store_scheduler.py",
+            "test_moriio_connector.py",
+            "test_moriio_hma_scheduler.py",
+            "test_multi_connector.py",
+            "test_nixl_connector_hma.py",
+            "test_nixl_push_connector.py",
+            "test_nixl_simple_cpu_offload.py",
+            "test_remote_decode_lifecycle.py",
+            "test_remote_prefill_lifecycle.py",
+            "test_scheduler_kv_connector_override.py",
+            "test_simple_cpu_offload_connector.py",
+            "test_simple_cpu_offload_metrics.py",
+            "test_umbp_async_lookup.py",
+            "test_umbp_core.py",
+            "test_umbp_events.py",
+            "test_umbp_hybrid.py",
+        )
+    ),
+    "tests/v1/simple_kv_offload",
+    "tests/v1/ec_connector/unit/test_ec_transfer_params.py",
+    "tests/v1/streaming_input/test_scheduler_streaming.py",
+    "tests/v1/spec_decode/test_dynamic_sd.py",
+    "tests/v1/engine/test_kv_cache_group_metadata.py",
+    "tests/v1/test_kv_cache_spec_registry.py",
+    "tests/distributed/aux_output_connector",
+]
+REVISION = "0" * 40
+
+
+def write_model_cache(folder):
+    """A Hugging Face cache that has each model's configuration, and nothing else."""
+    for name, files in json.loads(MODELS.read_text()).items():
+        model = folder / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = model / "snapshots" / REVISION
+        snapshot.mkdir(parents=True)
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text(REVISION)
+        for file_name, content in files.items():
+            (snapshot / file_name).write_text(json.dumps(content))
+
+
+def run_tests(source, tests, folder, with_ours, options):
+    """Run vLLM's tests; outcome by test id: passed, failed or skipped."""
+    report = folder / "report.xml"
+    environment = {
+        **os.environ,
+        "HF_HOME": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": "kv_pool" if with_ours else "",
+        "PYTEST_PLUGINS": "vllm_suite_plugin",
+        "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += ["-n", str(options.processes), "--timeout", "120"]
+    subprocess.run([*command, *tests], cwd=source, env=environment, stdout=sys.stderr)
+    outcomes = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        found = {child.tag for child in case}
+        outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if outcomes.get(name) != "failed":  # a test may be there twice, for its teardown
+            outcomes[name] = outcome
+    return outcomes
+
+
+def file_of(name, source):
+    """`tests.v1.core.test_x.TestY::test_z` is in tests/v1/core/test_x.py."""
+    parts = name.partition("::")[0].split(".")
+    while parts and not (source / ("/".join(parts) + ".py")).exists():
+        parts.pop()
+    return "/".join(parts) + ".py" if parts else name.partition("::")[0]
+
+
+def compare(theirs, ours, source):
+    """Per file how many tests ended how, and the tests that ended differently."""
+    table, different = {}, {}
+    for name in sorted(theirs.keys() | ours.keys()):
+        pair = theirs.get(name, "missing"), ours.get(name, "missing")
+        row = table.setdefault(file_of(name, source), Counter())
+        row["passed, theirs"] += pair[0] == "passed"
+        row["passed, ours"] += pair[1] == "passed"
+        row["failed, theirs"] += pair[0] == "failed"
+        row["failed, ours"] += pair[1] == "failed"
+        row["skipped"] += pair == ("skipped", "skipped")
+        if pair[0] != pair[1]:
+            different[name] = pair
+    return table, different
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("tests", nargs="*")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    tests = options.tests or TESTS
+    outcomes = []
+    for with_ours in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            write_model_cache(Path(folder))
+            outcomes.append(run_tests(options.source, tests, Path(folder), with_ours, options))
+    table, different = compare(*outcomes, options.source)
+    columns = ["passed, theirs", "passed, ours", "failed, theirs", "failed, ours", "skipped"]
+    print("file", *columns, sep="\t")
+    for file_name, row in [*table.items(), ("all", sum(table.values(), Counter()))]:
+        print(file_name, *(row[column] for column in columns), sep="\t")
+    for name, (before, after) in different.items():
+        print(f"{name}: {before} with vLLM's classes, {after} with ours")
+    if options.json:
+        options.json.write_text(json.dumps({"files": table, "different": different}, indent=1) + "\n")
+    sys.exit(sum(before == "passed" for before, _ in different.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""When kv_pool takes the place of vLLM's classes, and that it leaves none of them behind.
+
+On a made-up vLLM: a few files in a folder, imported by a fresh interpreter through the real machinery.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import kv_pool
+from kv_pool.integrations.vllm import register
+
+# What vLLM has at these places, as far as the plugin cares.
+FILES = {
+    "vllm/__init__.py": "__version__ = '0.33.0'",
+    "vllm/envs.py": "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES = True",
+    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/kv_events.py": """
+        class BlockStored: ...
+        class BlockRemoved: ...
+        class AllBlocksCleared: ...
+    """,
+    "vllm/v1/__init__.py": "",
+    "vllm/v1/metrics/__init__.py": "",
+    "vllm/v1/metrics/stats.py": "class KVCacheEvictionEvent: ...",
+    "vllm/v1/core/__init__.py": "",
+    "vllm/v1/core/block_pool.py": """
+        from vllm.v1.core.kv_cache_utils import KVCacheBlock
+        class BlockPool: ...
+        class BlockHashToBlockMap: ...
+    """,
+    "vllm/v1/core/kv_cache_utils.py": """
+        class KVCacheBlock: ...
+        class FreeKVCacheBlockQueue: ...
+    """,
+    "vllm/v1/core/kv_cache_metrics.py": """
+        class KVCacheMetricsCollector: ...
+        class BlockMetricsState: ...
+    """,
+    "vllm/v1/shared_pool.py": """
+        from vllm.v1.core.block_pool import BlockPool
+        class SharedPool(BlockPool):
+            def __init__(self, *args, owner, **kwargs):
+                self.owner = owner
+                super().__init__(*args, **kwargs)
+    """,
+    "vllm/v1/scheduler.py": """
+        from vllm.v1.core.block_pool import BlockPool as Pool
+        from vllm.v1.core.kv_cache_utils import KVCacheBlock
+        from vllm.v1.shared_pool import SharedPool
+        import vllm.v1.core.kv_cache_metrics as metrics
+    """,
+    "vllm/v1/late.py": "from vllm.v1.core.block_pool import BlockPool",
+    "vllm/v1/crowded.py": """
+        from vllm.v1.core.block_pool import BlockPool
+        class LookupPool(BlockPool): ...
+        def make_pool(): ...
+    """,
+}
+
+# Says, after `code` has run, where each class comes from that vLLM's modules see, and what was logged.
+REPORT = """
+import json, logging, sys
+logged = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        logged.append([record.levelname, record.getMessage()])
+logging.getLogger("vllm").addHandler(Keep())
+logging.getLogger("vllm").setLevel("DEBUG")
+from kv_pool.integrations.vllm import register
+{code}
+import vllm.v1.late, vllm.v1.scheduler
+seen = {{
+    f"{{module.removeprefix('vllm.v1.')}}.{{name}}": thing.__module__.split(".")[0]
+    for module in list(sys.modules) if module.startswith("vllm.v1.")
+    for name, thing in vars(sys.modules[module]).items() if isinstance(thing, type)
+}}
+print(json.dumps([seen, logged]))
+"""
+
+
+@pytest.fixture
+def made_up_vllm(tmp_path):
+    for name, content in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(content))
+    return tmp_path
+
+
+def run(folder, code, **environment):
+    """Run `code` beside the made-up vLLM: who defines each class that its modules see, and the log."""
+    ours = Path(kv_pool.__file__).parent.parent
+    told = subprocess.run(
+        [sys.executable, "-c", REPORT.format(code=textwrap.dedent(code))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ours}", **environment},
+    )
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+def is_ours(seen):
+    """True if vLLM's modules see kv_pool's classes only, False if only vLLM's; never some of each."""
+    kept = ("SharedPool", "LookupPool", "KVCacheEvictionEvent", "Renamed")
+    (owner,) = {owner for name, owner in seen.items() if not name.endswith(kept)}
+    return owner == "kv_pool"
+
+
+def test_when_asked_every_module_sees_our_classes(made_up_vllm):
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
+    assert is_ours(seen)
+    ((level, message),) = logged
+    assert level == "INFO"
+    assert f"kv_pool {kv_pool.__version__}" in message
+    assert "takes the place of vLLM 0.33.0's block pool: 6 classes" in message
+
+
+def test_modules_that_imported_vllms_classes_before_get_ours(made_up_vllm):
+    seen, _ = run(made_up_vllm, "import vllm.v1.scheduler; register()", VLLM_PLUGINS="other,kv_pool")
+    assert is_ours(seen)
+    assert seen["scheduler.Pool"] == "kv_pool"
+
+
+def test_a_class_that_was_derived_before_derives_from_ours(made_up_vllm):
+    code = """
+        import vllm.v1.scheduler
+        register()
+        from vllm.v1.scheduler import Pool, SharedPool
+        import vllm.v1.shared_pool
+        assert SharedPool is vllm.v1.shared_pool.SharedPool and issubclass(SharedPool, Pool)
+        pool = SharedPool(8, True, 4, owner="me")
+        assert (pool.owner, pool.get_num_free_blocks()) == ("me", 7)
+    """
+    run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+
+
+def test_a_second_call_changes_nothing(made_up_vllm):
+    seen, logged = run(made_up_vllm, "register(); register()", VLLM_PLUGINS="kv_pool")
+    assert is_ours(seen)
+    assert len(logged) == 1
+
+
+@pytest.mark.parametrize("environment", [{}, {"VLLM_PLUGINS": ""}, {"VLLM_PLUGINS": "other"}])
+def test_unless_it_is_named_nothing_happens(made_up_vllm, environment, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    seen, logged = run(
+        made_up_vllm, "register(); assert 'vllm.v1.core.block_pool' not in sys.modules", **environment
+    )
+    assert not is_ours(seen)
+    assert [level for level, _ in logged] == ["DEBUG"]
+
+
+def test_the_package_declares_register_as_its_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.general_plugins"]
+    entry = EntryPoint("kv_pool", declared["kv_pool"], "vllm.general_plugins")
+    assert entry.load() is register
+
+
+def set_version(folder, version):
+    (folder / "vllm/__init__.py").write_text(f"__version__ = {version!r}")
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0.post1", "0.33.0rc1", "dev"])
+def test_a_version_that_was_not_checked_keeps_its_classes(made_up_vllm, version):
+    set_version(made_up_vllm, version)
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
+    assert not is_ours(seen)
+    assert logged == [
+        [
+            "WARNING",
+            f"kv_pool is not used: this is vLLM {version}, and it was checked with 0.33.0. "
+            "KV_POOL_VLLM_FORCE=1 makes vLLM use it all the same.",
+        ]
+    ]
+
+
+def test_another_build_of_a_checked_version_is_checked(made_up_vllm):
+    set_version(made_up_vllm, "0.33.0+cpu")
+    seen, _ = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
+    assert is_ours(seen)
+
+
+def test_a_version_that_was_not_checked_can_be_forced(made_up_vllm):
+    set_version(made_up_vllm, "0.99.0")
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_FORCE="1")
+    assert is_ours(seen)
+    assert [level for level, _ in logged] == ["WARNING", "INFO"]
+    assert "checked with vLLM 0.33.0; KV_POOL_VLLM_FORCE=1 forces it on 0.99.0" in logged[0][1]
+
+
+def test_forcing_a_version_that_has_moved_its_classes_changes_nothing(made_up_vllm):
+    set_version(made_up_vllm, "0.99.0")
+    (made_up_vllm / "vllm/v1/core/kv_cache_metrics.py").write_text("class Renamed: ...")
+    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_FORCE="1")
+    assert not is_ours(seen)
+    assert logged[-1][0] == "WARNING"
+    assert "has no attribute 'KVCacheMetricsCollector'" in logged[-1][1]
+
+
+def test_a_derived_class_in_a_module_with_other_things_is_too_late(made_up_vllm):
+    seen, logged = run(made_up_vllm, "import vllm.v1.crowded; register()", VLLM_PLUGINS="kv_pool")
+    assert not is_ours(seen)
+    ((level, message),) = logged
+    assert level == "WARNING"
+    assert "kv_pool is not used: vllm.v1.crowded.LookupPool derives from vLLM's class already" in message
+
+
+def test_a_pool_that_exists_is_too_late(made_up_vllm):
+    code = "from vllm.v1.scheduler import SharedPool; old = SharedPool.__new__(SharedPool); register()"
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert not is_ours(seen)
+    assert "kv_pool is not used: a SharedPool exists already" in logged[0][1]
+
+
+def test_a_module_imported_later_may_derive_from_ours(made_up_vllm):
+    code = """
+        register()
+        from vllm.v1.crowded import LookupPool
+        assert LookupPool(8, True, 4).get_num_free_blocks() == 7
+    """
+    run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")

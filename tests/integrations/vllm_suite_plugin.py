@@ -1,0 +1,26 @@
+"""A pytest plugin for vLLM's tests: decides, before the first is imported, with which classes they run."""
+
+import os
+
+import pytest
+import vllm.v1.core.block_pool
+
+from kv_pool.integrations.vllm import register
+
+# The UMBP connector's tests ask for ROCm, and then use a runtime that copies bytes on the CPU.
+NOT_SKIPPED = "UMBP is only available on ROCm"
+
+
+def pytest_configure(config):
+    register()
+    owner = vllm.v1.core.block_pool.BlockPool.__module__.partition(".")[0]
+    expected = os.environ["VLLM_PLUGINS"] or "vllm"
+    if owner != expected:
+        pytest.exit(f"the tests would run with {owner}'s BlockPool", returncode=3)
+
+
+def pytest_collection_modifyitems(items):
+    for module in {item.getparent(pytest.Module) for item in items}:
+        module.own_markers[:] = [
+            mark for mark in module.own_markers if NOT_SKIPPED not in mark.kwargs.get("reason", "")
+        ]
