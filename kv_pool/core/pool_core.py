@@ -178,45 +178,55 @@ class BlockPoolCore(PrefixCache):
         """
         owner = self._owner
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
+        num_taken: i64 = 0
+        num_done: i64 = 0
         try:
             for block in listed:
                 if block._owner is not owner:
-                    check_ours(block, owner, "touch()")
-                if (
-                    block.ref_cnt == 0
-                    and not block.is_null
-                    and (
-                        block.next_free_block is None
-                        or block.prev_free_block is None
-                        or (block._owner is None and not self._is_free_here(block))
-                    )
-                ):
-                    raise InvalidBlockError(
-                        f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
-                    )
+                    self._check_stranger(block)
+                if block.is_null:
+                    num_done += 1
+                    continue
+                ref_cnt = block.ref_cnt
+                if ref_cnt == 0:
+                    before = block.prev_free_block
+                    after = block.next_free_block
+                    if before is None or after is None:
+                        raise_not_queued(block)
+                    # The block keeps its own links until all went well: they say where it belongs.
+                    before.next_free_block = after
+                    after.prev_free_block = before
+                    num_taken += 1
+                block.ref_cnt = ref_cnt + 1
+                num_done += 1
         except Exception as error:
+            self._undo_touch(listed[:num_done])
             raise_typed(error, listed, "touch()")
-        num_taken: i64 = 0
-        for block in listed:
-            if block.is_null:
-                continue
-            if block.ref_cnt == 0:
-                before = block.prev_free_block
-                after = block.next_free_block
-                assert before is not None
-                assert after is not None
-                before.next_free_block = after
-                after.prev_free_block = before
-                block.prev_free_block = None
-                block.next_free_block = None
-                num_taken += 1
-            block.ref_cnt += 1
-        self.free_block_queue.num_free_blocks -= num_taken
+        if num_taken:
+            for block in listed:
+                if block.next_free_block is not None:
+                    block.prev_free_block = None
+                    block.next_free_block = None
+            self.free_block_queue.num_free_blocks -= num_taken
         observer = self.metrics_collector
         if observer is not None:
             for block in listed:
                 if not block.is_null:
                     observer.on_block_accessed(block)
+
+    def _undo_touch(self, touched: list[KVCacheBlock]) -> None:
+        """Backwards, each to between the neighbours that it still names."""
+        for block in reversed(touched):
+            if block.is_null:
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                before = block.prev_free_block
+                after = block.next_free_block
+                assert before is not None
+                assert after is not None
+                before.next_free_block = block
+                after.prev_free_block = block
 
     # ---- giving back -----------------------------------------------------------------------------
 
@@ -348,9 +358,16 @@ class BlockPoolCore(PrefixCache):
         """May its only holder write into the block? Not if it is null, shared, free or cached."""
         return not block.is_null and block.ref_cnt == 1 and block._block_hash is None
 
-    def _is_free_here(self, block: KVCacheBlock) -> bool:
-        """Is this bare block in our queue, not in another's? O(num_free_blocks), for bare blocks only."""
-        return any(free is block for free in self.free_block_queue.iter_blocks_after(None))
+    def _check_stranger(self, block: KVCacheBlock) -> None:
+        """Raise unless `touch()` may have this block of no pool or of another: null, in use, or free here.
+
+        O(num_free_blocks) for a bare block that is free.
+        """
+        check_ours(block, self._owner, "touch()")
+        if block._owner is not None or block.ref_cnt or block.is_null:
+            return
+        if not any(free is block for free in self.free_block_queue.iter_blocks_after(None)):
+            raise_not_queued(block)
 
     # ---- evicting --------------------------------------------------------------------------------
 
@@ -362,16 +379,19 @@ class BlockPoolCore(PrefixCache):
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        listed: list[int] = list(block_ids)
-        for block_id in listed:
-            if not isinstance(block_id, int):
-                raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(block_id).__name__}")
-            if block_id < 0 or block_id >= self.num_gpu_blocks:
+        listed: list[Any] = list(block_ids)
+        num_blocks: i64 = self.num_gpu_blocks
+        for element in listed:
+            if not isinstance(element, int):
+                raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(element).__name__}")
+            block_id: i64 = element
+            if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
                     "Did a KV connector report a block that was never allocated here?"
                 )
-        for block_id in listed:
+        for element in listed:
+            block_id = element
             self._maybe_evict_cached_block(self.blocks[block_id])
 
     def reset_prefix_cache(self) -> bool:
@@ -422,6 +442,13 @@ class BlockPoolCore(PrefixCache):
         if num_allocatable == 0:
             return 0
         return 1.0 - self.free_block_queue.num_free_blocks / num_allocatable
+
+
+def raise_not_queued(block: KVCacheBlock) -> NoReturn:
+    """A block with ref_cnt 0 that the free queue does not have."""
+    raise InvalidBlockError(
+        f"block {block.block_id} has ref_cnt 0 but is not in this pool's queue: {block!r}"
+    )
 
 
 def _group_by_pool(

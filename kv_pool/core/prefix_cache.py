@@ -329,7 +329,8 @@ class PrefixCache:
         """
         if block.is_null:
             return None
-        check_ours(block, self._owner, "cache_partial_block()")
+        if block._owner is not self._owner:
+            check_ours(block, self._owner, "cache_partial_block()")
         if block.ref_cnt <= 0 and block._owner is not None:
             raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
         unit = self.hash_block_size
@@ -372,7 +373,8 @@ class PrefixCache:
 
         No event. vLLM's CPU offloading calls this one by name.
         """
-        check_ours(block, self._owner, "_insert_block_hash()")
+        if block._owner is not self._owner:
+            check_ours(block, self._owner, "_insert_block_hash()")
         if block.is_null:
             raise InvalidBlockError("the null block is never cached")
         key = block_hash_with_group_id
@@ -393,11 +395,14 @@ class PrefixCache:
                 changed.
         Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
         """
-        check_ours(src_block, self._owner, "move_block_hashes()")
-        check_ours(dst_block, self._owner, "move_block_hashes()")
+        if src_block._owner is not self._owner:
+            check_ours(src_block, self._owner, "move_block_hashes()")
+        if dst_block._owner is not self._owner:
+            check_ours(dst_block, self._owner, "move_block_hashes()")
         if dst_block.is_null:
             raise InvalidBlockError("the null block is never cached")
-        if dst_block._block_hash is not None or dst_block.block_id in self.cached_block_hashes_by_block:
+        secondary = self.cached_block_hashes_by_block
+        if dst_block._block_hash is not None or (secondary and dst_block.block_id in secondary):
             raise InvalidBlockError(
                 f"block {dst_block.block_id} carries hashes of its own; evict it before it takes over those "
                 f"of block {src_block.block_id}"
@@ -462,7 +467,8 @@ class PrefixCache:
 
         vLLM's Mamba manager calls this one by name.
         """
-        check_ours(block, self._owner, "_maybe_evict_cached_block()")
+        if block._owner is not self._owner:
+            check_ours(block, self._owner, "_maybe_evict_cached_block()")
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
         return evict(self, block)
