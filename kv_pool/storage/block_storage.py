@@ -146,9 +146,13 @@ def find_copy(device: str) -> CopyBlocks:
     """The fastest way to copy blocks within a device that is installed here."""
     if device == "cpu":
         return copy_on_cpu
-    from kv_pool.storage.copy_torch import copy_by_torch
+    try:
+        from kv_pool.storage.copy_triton import get_triton_copy
+    except ImportError:
+        from kv_pool.storage.copy_torch import copy_by_torch
 
-    return copy_by_torch
+        return copy_by_torch
+    return get_triton_copy()
 
 
 def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> BlockStorage:

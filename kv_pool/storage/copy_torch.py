@@ -19,13 +19,14 @@ def copy_by_torch(source: SegmentTable, target: SegmentTable, sources: IntArray,
     """Copy block sources[i] of one table to block targets[i] of the other, for every i.
 
     Args:
-        source, target: tables of tensors on one device, cut alike (`split_alike`); may be one and the same.
+        source, target: tables of tensors on one device (arrays are on the CPU), cut alike (`split_alike`);
+            may be one and the same.
         sources, targets: (num_moves,), int64, on the CPU; valid ids, and no target's bytes are a source's.
 
     Queued on the current stream. Cost: twice memmove's traffic, since the bytes are gathered into a temporary
     of at most 256 MiB and scattered from there; two launches a group of evenly spaced rows and temporary.
     """
-    device = source.owners[0].device
+    device = torch.as_tensor(source.owners[0]).device
     from_ids = torch.from_numpy(sources).to(device)
     to_ids = torch.from_numpy(targets).to(device)
     word_bytes = gcd(source.alignment, target.alignment, 8)
@@ -60,7 +61,7 @@ def _continues(table: SegmentTable, first: int, row: int) -> bool:
 
 def _view_rows(table: SegmentTable, rows: range, word_bytes: int) -> torch.Tensor:
     """The spans of these rows: (num_rows, num_blocks, words a span), on the tensors' own memory."""
-    owner = table.owners[rows[0]]
+    owner = torch.as_tensor(table.owners[rows[0]])
     memory = owner.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(memory)
     skipped = -memory.data_ptr() % word_bytes
