@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,11 +11,12 @@ from kv_pool.errors import CopyFailedError, InvalidArgumentError, InvalidBlockEr
 from kv_pool.storage.copy_cpu import copy_on_cpu
 from kv_pool.storage.move_plan import Moves, check_moves
 from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
+from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes
 
 CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]
 """Copies block sources[i] of one table to targets[i] of another, both tables on one device and cut alike."""
 
-_STAGING_BYTES = 64 * 1024 * 1024
+_BUFFER_BYTES = 64 * 1024 * 1024
 
 
 class BlockStorage:
@@ -40,6 +42,40 @@ class BlockStorage:
         self.device = device
         self.block_format = block_format
         self._copy = find_copy(device) if copy is None else copy
+
+    @classmethod
+    def wrap_state(cls, tensors: Sequence[Any], copy: CopyBlocks | None = None) -> BlockStorage:
+        """A storage over tensors that hold something of every block, of any types and shapes.
+
+        Args:
+            tensors: arrays or tensors, (num_blocks, ...) each, on one device; what a tensor has of one block
+                lies in one piece, and there may be gaps between blocks.
+            copy: see the class.
+        Raises:
+            InvalidArgumentError: none given, unequal counts of blocks, two devices, or scattered state.
+        """
+        devices = sorted({find_device(tensor) for tensor in tensors})
+        counts = sorted({len(tensor) for tensor in tensors})
+        if len(devices) != 1 or len(counts) != 1:
+            raise InvalidArgumentError(
+                f"state is of one number of blocks on one device, not of {counts} on {devices}"
+            )
+        owners: dict[int, Any] = {}
+        segments, formats = [], []
+        for tensor in tensors:
+            span = tensor.dtype.itemsize
+            stride, *inner = find_strides_bytes(tensor)
+            for size, step in reversed(list(zip(tensor.shape[1:], inner, strict=True))):
+                if size > 1 and step != span:
+                    raise InvalidArgumentError(
+                        f"the state of one block is in pieces: shape {tuple(tensor.shape)}, strides "
+                        f"{(stride, *inner)} bytes"
+                    )
+                span *= size
+            address, owner = find_place(tensor, owners)
+            segments.append(Segment(address, stride, span, owner))
+            formats.append(f"{find_dtype(tensor)}{list(tensor.shape[1:])}")
+        return cls(SegmentTable.from_segments(segments, counts[0]), devices[0], " ".join(formats), copy)
 
     @property
     def num_blocks(self) -> int:
@@ -174,16 +210,23 @@ def make_device_buffer(
 
 
 def copy_through_buffers(
-    source: BlockStorage, target: BlockStorage, sources: IntArray, targets: IntArray
+    source: BlockStorage,
+    target: BlockStorage,
+    sources: IntArray,
+    targets: IntArray,
+    buffer_bytes: int = _BUFFER_BYTES,
 ) -> None:
     """Copy blocks between devices: gather into a buffer on one, send it, scatter from a buffer on the other.
 
     Args:
         sources, targets: (num_moves,), int64, valid ids of the two storages.
+        buffer_bytes: of each of the two; one block passes through even where it is larger.
+
+    Done on return.
     """
     import torch
 
-    step = min(len(sources), max(1, _STAGING_BYTES // source.block_bytes))
+    step = min(len(sources), max(1, buffer_bytes // source.block_bytes))
     ends = []
     for storage in (source, target):
         if storage.device == "cpu":

@@ -10,7 +10,7 @@ import numpy as np
 
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.storage.block_storage import BlockStorage, CopyBlocks
-from kv_pool.storage.dtypes import bits_name, find_dtype_bytes, numpy_dtype
+from kv_pool.storage.dtypes import find_dtype_bytes, numpy_dtype
 from kv_pool.storage.layouts import (
     Axis,
     Layout,
@@ -22,6 +22,7 @@ from kv_pool.storage.layouts import (
     split_axes,
 )
 from kv_pool.storage.segments import SegmentTable
+from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes, view_bits
 
 _PAGE_BYTES = 4096
 
@@ -29,10 +30,16 @@ _PAGE_BYTES = 4096
 class KVStorage(BlockStorage):
     """K and V by slot, where slot = block_id * block_size + offset.
 
-        storage = KVStorage.allocate(num_blocks=10, block_size=16, num_layers=2, num_kv_heads=4, head_size=64)
-        storage.write(0, slots, key, value)        # (num_tokens, num_kv_heads, head_size) each
-        storage.apply_moves([BlockMove(7, 2)])
-        key, value = storage.read(0, slots)
+    >>> import numpy as np
+    >>> from kv_pool import BlockMove
+    >>> from kv_pool.storage import KVStorage
+    >>> storage = KVStorage.allocate(num_blocks=10, block_size=16, num_layers=2, num_kv_heads=4, head_size=64)
+    >>> key = np.full((1, 4, 64), 3, np.float16)                   # (num_tokens, num_kv_heads, head_size)
+    >>> storage.write(layer=1, slots=[7 * 16 + 5], key=key, value=-key)
+    >>> storage.apply_moves([BlockMove(source=7, target=2)])
+    >>> _, value = storage.read(layer=1, slots=[2 * 16 + 5])
+    >>> float(value[0, 0, 0])
+    -3.0
 
     Make one by `allocate` or `wrap`. A latent cache (layout `MLA`) has keys only: one head, no values.
 
@@ -64,13 +71,13 @@ class KVStorage(BlockStorage):
         itemsize = find_dtype_bytes(dtype)
         owners: dict[int, Any] = {}
         described = [
-            (*_find_place(tensor, owners), split_axes(layout, sizes, _find_strides_bytes(tensor)))
+            (*find_place(tensor, owners), split_axes(layout, sizes, find_strides_bytes(tensor)))
             for tensor in tensors
         ]
         segments, order = find_segments(
             [(address, axes, owner) for address, owner, axes in described], layout.lists, sizes, itemsize
         )
-        device = str(tensors[0].device) if self._is_torch else "cpu"
+        device = find_device(tensors[0])
         block_format = f"{dtype} " + " ".join(f"{letter}={sizes[letter]}" for letter in order)
         super().__init__(SegmentTable.from_segments(segments, sizes["B"]), device, block_format, copy)
         axes = described[0][2]
@@ -175,8 +182,8 @@ class KVStorage(BlockStorage):
         listed = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
         if not listed:
             raise InvalidArgumentError("no tensors to wrap")
-        kinds = {(tuple(tensor.shape), _find_strides_bytes(tensor), _find_dtype(tensor)) for tensor in listed}
-        devices = {str(getattr(tensor, "device", "cpu")) for tensor in listed}
+        kinds = {(tuple(tensor.shape), find_strides_bytes(tensor), find_dtype(tensor)) for tensor in listed}
+        devices = {find_device(tensor) for tensor in listed}
         if len(kinds) > 1 or len(devices) > 1:
             raise InvalidArgumentError(
                 f"the tensors of a storage are alike: {sorted(kinds)} on {sorted(devices)}"
@@ -184,7 +191,7 @@ class KVStorage(BlockStorage):
         parsed = parse_layout(layout)
         known = {"N": block_size, "H": num_kv_heads, "D": head_size}
         sizes = find_sizes(parsed, len(listed), listed[0].shape, known)
-        found = _find_dtype(listed[0])
+        found = find_dtype(listed[0])
         if dtype is not None and find_dtype_bytes(dtype) != listed[0].dtype.itemsize:
             raise InvalidArgumentError(f"elements of {found} do not hold {dtype}")
         return cls(listed, parsed, sizes, dtype or found, copy)
@@ -300,11 +307,11 @@ class KVStorage(BlockStorage):
 
     def _take_bits(self, name: str, tensor: Any) -> Any:
         """The elements of what a caller gave, as unsigned integers where this storage's views are."""
-        dtype = _find_dtype(tensor)
+        dtype = find_dtype(tensor)
         if isinstance(tensor, np.ndarray):
             if dtype != self.dtype and tensor.dtype != numpy_dtype(self.dtype):
                 raise InvalidTypeError(f"{name} has dtype {tensor.dtype}, this storage {self.dtype}")
-            bits = _view_bits(tensor)
+            bits = view_bits(tensor)
             if self.device == "cpu":
                 return bits
             import torch
@@ -313,10 +320,10 @@ class KVStorage(BlockStorage):
         if dtype != self.dtype:
             raise InvalidTypeError(f"{name} has dtype {dtype}, this storage {self.dtype}")
         if self.device == "cpu":
-            return _view_bits(tensor.cpu()).numpy()
+            return view_bits(tensor.cpu()).numpy()
         if str(tensor.device) != self.device:
             raise InvalidArgumentError(f"{name} is on {tensor.device}, this storage on {self.device}")
-        return _view_bits(tensor)
+        return view_bits(tensor)
 
     def _from_bits(self, bits: Any) -> Any:
         """Elements of self.dtype, as the tensors of this storage have them, from unsigned integers."""
@@ -328,41 +335,12 @@ class KVStorage(BlockStorage):
         return tensor.view(getattr(torch, self.dtype))
 
 
-def _find_place(tensor: Any, owners: dict[int, Any]) -> tuple[int, Any]:
-    """Where a tensor begins, and what keeps its memory alive: one object for all of one allocation."""
-    if isinstance(tensor, np.ndarray):
-        owner = tensor
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        return tensor.ctypes.data, owner
-    return tensor.data_ptr(), owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-
-
-def _find_strides_bytes(tensor: Any) -> tuple[int, ...]:
-    if isinstance(tensor, np.ndarray):
-        return tensor.strides
-    return tuple(step * tensor.element_size() for step in tensor.stride())
-
-
-def _find_dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _view_bits(tensor: Any) -> Any:
-    """A tensor or array as integers of the same width, on its own memory."""
-    if isinstance(tensor, np.ndarray):
-        return tensor.view(bits_name(tensor.itemsize))
-    import torch
-
-    return tensor.detach().view(getattr(torch, bits_name(tensor.element_size())))
-
-
 def _view_tokens(tensor: Any, axes: Sequence[Axis], at: dict[str, int]) -> Any:
     """One layer's K or V, (num_blocks, block_size, num_kv_heads, head_size), on the memory of a tensor.
 
-    The view is of integers (`_view_bits`), and NumPy's on the CPU, since torch indexes slowly there.
+    The view is of integers (`view_bits`), and NumPy's on the CPU, since torch indexes slowly there.
     """
-    bits = _view_bits(tensor)
+    bits = view_bits(tensor)
     if not isinstance(bits, np.ndarray) and bits.device.type == "cpu":
         bits = bits.numpy()
     bits = bits.reshape([axis.size for axis in axes])

@@ -177,10 +177,12 @@ def find_segments(
     two storages whose orders are equal hold the same bytes in the same places.
 
     Raises:
-        InvalidArgumentError: the elements of a head do not lie side by side.
+        InvalidArgumentError: blocks in one place or in falling order, or the elements of a head apart.
     """
     axes = tensors[0][1]
     block_stride = next(axis.stride_bytes for axis in axes if axis.letter == "B")
+    if block_stride < itemsize:
+        raise InvalidArgumentError(f"blocks lie {block_stride} bytes apart: {list(axes)}")
     inner = [axis for axis in axes if axis.letter != "B" and axis.size > 1]
     inner.sort(key=lambda axis: axis.stride_bytes)
     span, span_letters = itemsize, ""
