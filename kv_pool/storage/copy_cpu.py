@@ -20,11 +20,10 @@ def copy_on_cpu(source: SegmentTable, target: SegmentTable, sources: IntArray, t
         source, target: tables of host memory, cut alike (`split_alike`); may be one and the same.
         sources, targets: (num_moves,), int64; valid ids, and no target's bytes are a source's.
 
-    Blocks whose ids are consecutive on both sides, in a row without padding, are copied as one.
+    Moves that follow each other from consecutive blocks to consecutive blocks, in a row without padding, are
+    copied as one.
     Cost: the bytes at memmove's rate for spans of 16 KiB or more, whatever the order of the moves.
     """
-    order = np.argsort(sources, kind="stable")
-    sources, targets = sources[order], targets[order]
     starts = np.flatnonzero(
         np.concatenate([[True], (np.diff(sources) != 1) | (np.diff(targets) != 1)])[: len(sources)]
     )

@@ -23,10 +23,24 @@ def test_an_array_of_pairs_is_a_plan():
 
 
 @pytest.mark.parametrize(
-    "wrong", [[(1.0, 2)], [(1, 2, 3)], [1, 2], ["ab"], [(True, False)], [(1, None)]], ids=repr
+    "wrong",
+    [
+        [(1.0, 2)],
+        [(1, 2, 3)],
+        [1, 2],
+        ["ab"],
+        [(1, 2), (3,)],
+        7,
+        np.zeros((2, 3), int),
+        [(True, False)],
+        [(1, None)],
+    ],
+    ids=repr,
 )
 def test_what_is_no_list_of_pairs_of_integers_is_refused(wrong):
-    with pytest.raises(InvalidTypeError, match="a plan is a list of BlockMove"):
+    with pytest.raises(
+        InvalidTypeError, match=r"a plan is a list of BlockMove|a move has a source and a target"
+    ):
         check_moves(wrong, 4, 4, same_blocks=True)
 
 
