@@ -29,7 +29,7 @@ class TritonCopy:
     """
 
     def __init__(self) -> None:
-        self._kernel: Any = triton.jit(copy_pieces)
+        self._kernel = make_kernel()
         # Weakly, or memory that nobody uses any more would stay.
         self._last_tables: tuple[ref[SegmentTable], ref[SegmentTable]] | None = None
         self._last_pieces: Any = None
@@ -75,6 +75,18 @@ class TritonCopy:
                 alignment=alignment,
                 num_warps=NUM_WARPS,
             )
+
+
+def make_kernel() -> Any:
+    """The kernel, not yet compiled; one compilation serves plans of every length and every storage.
+
+    Left to itself Triton compiles anew where a number becomes 1 or a multiple of 16, a second each time.
+    """
+    return triton.jit(
+        copy_pieces,
+        do_not_specialize=["num_pieces", "num_items"],
+        do_not_specialize_on_alignment=["pieces", "sources", "targets"],
+    )
 
 
 @cache

@@ -18,8 +18,7 @@ def compile_for_sm_90(alignment, piece_words):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kv_pool.storage.copy_triton import NUM_WARPS, choose_word
-    from kv_pool.storage.move_kernel import copy_pieces
+    from kv_pool.storage.copy_triton import NUM_WARPS, choose_word, make_kernel
 
     alignment, word, word_bytes = choose_word(alignment)
     constants = {"word": word, "word_bytes": word_bytes, "piece_words": piece_words, "alignment": alignment}
@@ -31,7 +30,7 @@ def compile_for_sm_90(alignment, piece_words):
         "num_items": "i32",
     }
     source = ASTSource(
-        fn=triton.JITFunction(copy_pieces),
+        fn=make_kernel(),
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
     )
