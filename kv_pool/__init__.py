@@ -12,6 +12,7 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import (
+    CopyFailedError,
     CorruptedPoolError,
     InvalidArgumentError,
     InvalidBlockError,
@@ -20,6 +21,7 @@ from kv_pool.errors import (
     OutOfBlocksError,
     TraceError,
 )
+from kv_pool.ids import BlockMove
 from kv_pool.manager.kv_cache_manager import CachedPrefix, KVCacheManager
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.metrics.residency import KVCacheMetricsCollector
@@ -30,10 +32,12 @@ __all__ = [
     "AllBlocksCleared",
     "BlockHashToBlockMap",
     "BlockHasher",
+    "BlockMove",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
     "CachedPrefix",
+    "CopyFailedError",
     "CorruptedPoolError",
     "FreeKVCacheBlockQueue",
     "InvalidArgumentError",

@@ -11,6 +11,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
 | `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
+| `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 
 vLLM v1 asserts in some of these places and raises RuntimeError in others; hence the several bases.
@@ -43,6 +44,14 @@ class InvalidBlockError(KVPoolError, ValueError, AssertionError, RuntimeError):
 
 class CorruptedPoolError(KVPoolError, AssertionError, RuntimeError):
     """The pool contradicts itself: a bug here, or links and counters written from outside."""
+
+
+class CopyFailedError(KVPoolError, RuntimeError):
+    """A copy of blocks broke off. Its sources are intact; its targets may hold anything.
+
+    `__cause__` is what went wrong. Nobody relies on the targets' bytes before the copy has succeeded, so
+    nothing is lost: keep the old block ids, and give the targets back or repeat the whole plan.
+    """
 
 
 class TraceError(KVPoolError, ValueError):

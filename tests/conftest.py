@@ -29,11 +29,28 @@ def can_import_vllm():
     return True
 
 
+def can_import_torch():
+    return importlib.util.find_spec("torch") is not None
+
+
+def can_import_triton():
+    return can_import_torch() and importlib.util.find_spec("triton") is not None
+
+
+def has_gpu():
+    return can_import_triton() and importlib.import_module("torch").cuda.is_available()
+
+
+NEEDS = {"vllm": can_import_vllm, "torch": can_import_torch, "triton": can_import_triton, "gpu": has_gpu}
+"""A test with one of these marks is left out where what it needs is missing."""
+
+
 def pytest_collection_modifyitems(config, items):
-    if not can_import_vllm():
-        kept = [item for item in items if item.get_closest_marker("vllm") is None]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+    for mark, is_here in NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(mark) is not None]
+        if marked and not is_here():
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if item.get_closest_marker(mark) is None]
 
 
 def pytest_report_header(config):

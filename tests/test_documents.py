@@ -18,6 +18,7 @@ SHOWN = [
     "kv_pool.integrations.nano_vllm",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.request",
+    "kv_pool.storage.kv_storage",
 ]
 
 

@@ -1,0 +1,249 @@
+"""`BlockStorage`: the bytes of blocks, on one device; moves them, and does not care what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kv_pool.errors import CopyFailedError, InvalidArgumentError, InvalidBlockError
+from kv_pool.storage.copy_cpu import copy_on_cpu
+from kv_pool.storage.move_plan import Moves, check_moves
+from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
+from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes
+
+CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]
+"""Copies block sources[i] of one table to targets[i] of another, both tables on one device and cut alike."""
+
+_BUFFER_BYTES = 64 * 1024 * 1024
+
+
+class BlockStorage:
+    """Blocks 0 to num_blocks - 1 of a segment table.
+
+    `KVStorage` adds K and V of tokens to this. By itself it serves what has no tokens: state of Mamba layers,
+    or the layers of several groups that share block ids (`SegmentTable.overlay`).
+
+    Args:
+        segments: where the bytes are.
+        device: `cpu`, or torch's name of another, such as `cuda:0`.
+        block_format: what the bytes of a block mean; blocks are only copied between equal ones.
+        copy: how blocks are copied within the device; None for the fastest there is: rows on the CPU, on a
+            GPU one Triton launch, or torch where triton is not installed.
+
+    Not safe for two threads that move the same blocks. On a GPU the work is queued on the current stream.
+    """
+
+    def __init__(
+        self, segments: SegmentTable, device: str, block_format: str, copy: CopyBlocks | None = None
+    ) -> None:
+        self.segments = segments
+        self.device = device
+        self.block_format = block_format
+        self._copy = find_copy(device) if copy is None else copy
+
+    @classmethod
+    def wrap_state(cls, tensors: Sequence[Any], copy: CopyBlocks | None = None) -> BlockStorage:
+        """A storage over tensors that hold something of every block, of any types and shapes.
+
+        Args:
+            tensors: arrays or tensors, (num_blocks, ...) each, on one device; what a tensor has of one block
+                lies in one piece, and there may be gaps between blocks.
+            copy: see the class.
+        Raises:
+            InvalidArgumentError: none given, unequal counts of blocks, two devices, or scattered state.
+        """
+        devices = sorted({find_device(tensor) for tensor in tensors})
+        counts = sorted({len(tensor) for tensor in tensors})
+        if len(devices) != 1 or len(counts) != 1:
+            raise InvalidArgumentError(
+                f"state is of one number of blocks on one device, not of {counts} on {devices}"
+            )
+        owners: dict[int, Any] = {}
+        segments, formats = [], []
+        for tensor in tensors:
+            span = tensor.dtype.itemsize
+            stride, *inner = find_strides_bytes(tensor)
+            for size, step in reversed(list(zip(tensor.shape[1:], inner, strict=True))):
+                if size > 1 and step != span:
+                    raise InvalidArgumentError(
+                        f"the state of one block is in pieces: shape {tuple(tensor.shape)}, strides "
+                        f"{(stride, *inner)} bytes"
+                    )
+                span *= size
+            address, owner = find_place(tensor, owners)
+            segments.append(Segment(address, stride, span, owner))
+            formats.append(f"{find_dtype(tensor)}{list(tensor.shape[1:])}")
+        return cls(SegmentTable.from_segments(segments, counts[0]), devices[0], " ".join(formats), copy)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.segments.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers, K and V, without padding."""
+        return self.segments.block_bytes
+
+    def apply_moves(self, moves: Moves) -> None:
+        """Copy whole blocks inside this storage: all layers, K and V.
+
+        Args:
+            moves: `BlockMove`s; no block may be the target of one move and part of another.
+        Raises:
+            InvalidTypeError, InvalidBlockError, InvalidArgumentError: no such plan. Nothing was copied.
+            CopyFailedError: broke off half-way. Every source still holds its bytes, and so does every block
+                that is no target; the targets may hold anything. Ids stay as they were: nothing has moved.
+
+        On the CPU the copy is done on return. On a GPU it is queued on the current stream, and an error of
+        the device shows at the next `synchronize`; reuse a source only by work queued behind it, or then.
+        Cost: the bytes of the plan, read once and written once; on a GPU one launch for all layers.
+        Contract: invariants C1, C4, C9 and C10 of compaction.
+        """
+        self._copy_blocks(self, moves)
+
+    def copy_to(self, other: BlockStorage, moves: Moves) -> None:
+        """Copy blocks of this storage over blocks of another one in this process, on any device.
+
+        Args:
+            other: a storage of the same `block_format`. Its segments may be others, so the layout may
+                differ as long as a block's bytes come in the same order.
+            moves: `source` is a block here, `target` one of `other`; targets are distinct. Where `other` is
+                this storage, as in `apply_moves`.
+        Raises:
+            InvalidArgumentError: the formats differ.
+            Others as in `apply_moves`; after a CopyFailedError the targets in `other` may hold anything.
+
+        Within one device the blocks are copied directly. Between two they pass through a buffer of 64 MiB at
+        most on each, and the copy is done on return.
+        """
+        if self.block_format != other.block_format:
+            raise InvalidArgumentError(
+                f"blocks here are {self.block_format}, there {other.block_format}: their bytes do not fit"
+            )
+        self._copy_blocks(other, moves)
+
+    def _copy_blocks(self, other: BlockStorage, moves: Moves) -> None:
+        sources, targets = check_moves(moves, self.num_blocks, other.num_blocks, other is self)
+        if not len(sources):
+            return
+        try:
+            if self.device == other.device:
+                self._copy(*split_alike(self.segments, other.segments), sources, targets)
+            else:
+                copy_through_buffers(self, other, sources, targets)
+        except Exception as error:
+            raise CopyFailedError(
+                f"copying {len(sources)} blocks from {self.device} to {other.device} broke off: {error}. The "
+                "sources are intact; the target blocks may hold anything"
+            ) from error
+
+    def read_block(self, block_id: int) -> bytes:
+        """The bytes of one block in the order of `block_format`: block_bytes of them. Waits for the device.
+
+        Raises:
+            InvalidBlockError: no such block.
+        """
+        self._check_block(block_id)
+        host = make_host_buffer(self.block_bytes, 1, self.block_format)
+        self.copy_to(host, [(block_id, 0)])
+        array: bytes = host.segments.owners[0].tobytes()
+        return array
+
+    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
+        """Overwrite one block with bytes as `read_block` gives them.
+
+        Raises:
+            InvalidBlockError: no such block.
+            InvalidArgumentError: not block_bytes of them. In both cases nothing was written.
+        """
+        self._check_block(block_id)
+        array = np.frombuffer(data, np.uint8)
+        if array.nbytes != self.block_bytes:
+            raise InvalidArgumentError(f"{array.nbytes} bytes for a block of {self.block_bytes}")
+        host = make_host_buffer(self.block_bytes, 1, self.block_format)
+        host.segments.owners[0][:] = array
+        host.copy_to(self, [(0, block_id)])
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device's current stream is done; on the CPU nothing to do."""
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _check_block(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise InvalidBlockError(f"block {block_id} is not one of 0 to {self.num_blocks - 1}")
+
+
+def find_copy(device: str) -> CopyBlocks:
+    """The fastest way to copy blocks within a device that is installed here."""
+    if device == "cpu":
+        return copy_on_cpu
+    try:
+        from kv_pool.storage.copy_triton import get_triton_copy
+    except ImportError:
+        from kv_pool.storage.copy_torch import copy_by_torch
+
+        return copy_by_torch
+    return get_triton_copy()
+
+
+def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> BlockStorage:
+    """Blocks in host memory, one after another; the owner of the only segment is the array, uint8, flat."""
+    array = np.empty(num_blocks * block_bytes, np.uint8)
+    row = Segment(array.ctypes.data, block_bytes, block_bytes, array)
+    return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", block_format)
+
+
+def make_device_buffer(
+    block_bytes: int, num_blocks: int, block_format: str, device: str, copy: CopyBlocks
+) -> BlockStorage:
+    """Blocks on a device, one after another; the owner of the only segment is the tensor, uint8, flat."""
+    import torch
+
+    tensor = torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device)
+    row = Segment(tensor.data_ptr(), block_bytes, block_bytes, tensor)
+    return BlockStorage(SegmentTable.from_segments([row], num_blocks), device, block_format, copy)
+
+
+def copy_through_buffers(
+    source: BlockStorage,
+    target: BlockStorage,
+    sources: IntArray,
+    targets: IntArray,
+    buffer_bytes: int = _BUFFER_BYTES,
+) -> None:
+    """Copy blocks between devices: gather into a buffer on one, send it, scatter from a buffer on the other.
+
+    Args:
+        sources, targets: (num_moves,), int64, valid ids of the two storages.
+        buffer_bytes: of each of the two; one block passes through even where it is larger.
+
+    Done on return.
+    """
+    import torch
+
+    step = min(len(sources), max(1, buffer_bytes // source.block_bytes))
+    ends = []
+    for storage in (source, target):
+        if storage.device == "cpu":
+            ends.append(make_host_buffer(source.block_bytes, step, source.block_format))
+        else:
+            ends.append(
+                make_device_buffer(
+                    source.block_bytes, step, source.block_format, storage.device, storage._copy
+                )
+            )
+    gathered, scattered = ends
+    from_tensor, to_tensor = (torch.as_tensor(end.segments.owners[0]) for end in ends)
+    for start in range(0, len(sources), step):
+        some = slice(start, start + step)
+        places = np.arange(len(sources[some]), dtype=np.int64)
+        source._copy(*split_alike(source.segments, gathered.segments), sources[some], places)
+        num_bytes = len(places) * source.block_bytes
+        to_tensor[:num_bytes].copy_(from_tensor[:num_bytes])
+        target._copy(*split_alike(scattered.segments, target.segments), places, targets[some])
+    target.synchronize()

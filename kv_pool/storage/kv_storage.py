@@ -1,0 +1,354 @@
+"""`KVStorage`: K and V of every token slot, in any layout of an engine, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.storage.block_storage import BlockStorage, CopyBlocks
+from kv_pool.storage.dtypes import find_dtype_bytes, numpy_dtype
+from kv_pool.storage.layouts import (
+    Axis,
+    Layout,
+    find_segments,
+    find_sizes,
+    find_tensor,
+    list_shape,
+    parse_layout,
+    split_axes,
+)
+from kv_pool.storage.segments import SegmentTable
+from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes, view_bits
+
+_PAGE_BYTES = 4096
+
+
+class KVStorage(BlockStorage):
+    """K and V by slot, where slot = block_id * block_size + offset.
+
+    >>> import numpy as np
+    >>> from kv_pool import BlockMove
+    >>> from kv_pool.storage import KVStorage
+    >>> storage = KVStorage.allocate(num_blocks=10, block_size=16, num_layers=2, num_kv_heads=4, head_size=64)
+    >>> key = np.full((1, 4, 64), 3, np.float16)                   # (num_tokens, num_kv_heads, head_size)
+    >>> storage.write(layer=1, slots=[7 * 16 + 5], key=key, value=-key)
+    >>> storage.apply_moves([BlockMove(source=7, target=2)])
+    >>> _, value = storage.read(layer=1, slots=[2 * 16 + 5])
+    >>> float(value[0, 0, 0])
+    -3.0
+
+    Make one by `allocate` or `wrap`. A latent cache (layout `MLA`) has keys only: one head, no values.
+
+    Attributes:
+        num_blocks, block_size, num_layers, num_kv_heads, head_size, dtype: sizes in blocks, tokens, layers,
+            heads, elements; dtype by torch's name.
+        device: `cpu`, `cuda:0`, ...
+        layout: as written out, `L|BNHC`.
+        tensors: what the engine sees, in the layout's order: NumPy arrays or torch tensors.
+        segments, block_bytes, block_format: see `BlockStorage`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Any],
+        layout: Layout,
+        sizes: dict[str, int],
+        dtype: str,
+        copy: CopyBlocks | None = None,
+    ) -> None:
+        self.tensors = list(tensors)
+        self.layout = str(layout)
+        self.dtype = dtype
+        self.num_layers = sizes["L"]
+        self.block_size = sizes["N"]
+        self.num_kv_heads = sizes["H"]
+        self.head_size = sizes["D"]
+        self._is_torch = not isinstance(tensors[0], np.ndarray)
+        itemsize = find_dtype_bytes(dtype)
+        owners: dict[int, Any] = {}
+        described = [
+            (*find_place(tensor, owners), split_axes(layout, sizes, find_strides_bytes(tensor)))
+            for tensor in tensors
+        ]
+        segments, order = find_segments(
+            [(address, axes, owner) for address, owner, axes in described], layout.lists, sizes, itemsize
+        )
+        device = find_device(tensors[0])
+        block_format = f"{dtype} " + " ".join(f"{letter}={sizes[letter]}" for letter in order)
+        super().__init__(SegmentTable.from_segments(segments, sizes["B"]), device, block_format, copy)
+        axes = described[0][2]
+        self._views = [
+            tuple(
+                _view_tokens(
+                    tensors[find_tensor(layout.lists, sizes, {"L": layer, "2": which})],
+                    axes,
+                    {"L": layer, "2": which},
+                )
+                for which in range(2 if layout.has_values else 1)
+            )
+            for layer in range(self.num_layers)
+        ]
+
+    @classmethod
+    def allocate(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: str = "float16",
+        device: str = "cpu",
+        layout: str = "NHD",
+        *,
+        library: Literal["numpy", "torch"] | None = None,
+        copy: CopyBlocks | None = None,
+    ) -> KVStorage:
+        """A storage in memory of its own, all zeros, every tensor in one allocation.
+
+        Args:
+            num_blocks: with the null block, so that block ids are those of a pool of as many.
+            num_kv_heads: 1 for a latent cache, whose head_size is the length of its vector.
+            dtype: see `DTYPE_BYTES`.
+            layout: see `LAYOUTS`.
+            library: what `tensors` and `read` give. None: NumPy on the CPU, which needs no torch, and torch
+                elsewhere. NumPy has no bfloat16 or float8 and holds their bits as unsigned integers.
+            copy: see `BlockStorage`.
+        Raises:
+            InvalidArgumentError: a size below 1, an unknown name, or NumPy on another device than the CPU.
+        """
+        sizes = {
+            "B": num_blocks,
+            "N": block_size,
+            "L": num_layers,
+            "H": num_kv_heads,
+            "D": head_size,
+            "2": 2,
+        }
+        if min(sizes.values()) < 1:
+            raise InvalidArgumentError(f"every size is at least 1, not {sizes}")
+        parsed = parse_layout(layout)
+        if "H" not in parsed.letters and num_kv_heads != 1:
+            raise InvalidArgumentError(
+                f"layout {parsed} has no heads, so num_kv_heads is 1, not {num_kv_heads}"
+            )
+        num_tensors, shape = list_shape(parsed, sizes)
+        num_bytes = prod(shape) * find_dtype_bytes(dtype)
+        if library == "numpy" and device != "cpu":
+            raise InvalidArgumentError(f"NumPy arrays are on the CPU, not on {device}")
+        tensors: list[Any]
+        if device == "cpu" and library != "torch":
+            # From a page's start, as an allocator of tensors would have it.
+            whole = np.zeros(num_tensors * num_bytes + _PAGE_BYTES, np.uint8)
+            whole = whole[-whole.ctypes.data % _PAGE_BYTES :][: num_tensors * num_bytes]
+            tensors = [
+                part.view(numpy_dtype(dtype)).reshape(shape) for part in whole.reshape(num_tensors, num_bytes)
+            ]
+        else:
+            import torch
+
+            tensors = list(torch.zeros((num_tensors, *shape), dtype=getattr(torch, dtype), device=device))
+        return cls(tensors, parsed, sizes, dtype, copy)
+
+    @classmethod
+    def wrap(
+        cls,
+        tensors: Any,
+        layout: str = "NHD",
+        *,
+        block_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_size: int | None = None,
+        dtype: str | None = None,
+        copy: CopyBlocks | None = None,
+    ) -> KVStorage:
+        """A storage over an engine's own tensors, which it reads and writes in place and keeps alive.
+
+        Args:
+            tensors: one tensor or array, or a list of as many as the layout's list axes have steps, the last
+                list axis fastest. Shapes are the layout's axes in order; memory may lie in any order
+                and have padding, since strides are read from the tensors.
+            layout: a name of `LAYOUTS`, or written out as in layouts.py. A block-outermost cache that the
+                engine holds as one view a layer is `L|BNHC`: the spans of a block are joined again.
+            block_size, num_kv_heads, head_size: needed where a joint axis (T, F) hides them; else checked.
+            dtype: needed where NumPy arrays hold the bits of a type that NumPy has not.
+        Raises:
+            InvalidArgumentError: shapes, strides, devices or types that differ or do not fit the layout.
+        """
+        listed = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+        if not listed:
+            raise InvalidArgumentError("no tensors to wrap")
+        kinds = {(tuple(tensor.shape), find_strides_bytes(tensor), find_dtype(tensor)) for tensor in listed}
+        devices = {find_device(tensor) for tensor in listed}
+        if len(kinds) > 1 or len(devices) > 1:
+            raise InvalidArgumentError(
+                f"the tensors of a storage are alike: {sorted(kinds)} on {sorted(devices)}"
+            )
+        parsed = parse_layout(layout)
+        known = {"N": block_size, "H": num_kv_heads, "D": head_size}
+        sizes = find_sizes(parsed, len(listed), listed[0].shape, known)
+        found = find_dtype(listed[0])
+        if dtype is not None and find_dtype_bytes(dtype) != listed[0].dtype.itemsize:
+            raise InvalidArgumentError(f"elements of {found} do not hold {dtype}")
+        return cls(listed, parsed, sizes, dtype or found, copy)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def has_values(self) -> bool:
+        """Does it hold K and V, or one latent vector a token?"""
+        return len(self._views[0]) == 2
+
+    def write(self, layer: int, slots: Any, key: Any, value: Any = None) -> None:
+        """Store K and V of tokens.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            slots: (num_tokens,), integers, distinct; which of equal ones wins is undefined.
+            key, value: (num_tokens, num_kv_heads, head_size), self.dtype, NumPy or torch, on any device where
+                this storage is on the CPU, on self.device otherwise. NumPy takes the bits of types it has
+                not as unsigned integers. `value` is None for a latent cache.
+        Raises:
+            InvalidArgumentError: no such layer, another shape, a value where there are none, or none given.
+            InvalidBlockError: a slot of no block; not looked for where `slots` is on a GPU, which would wait.
+            InvalidTypeError: another dtype. Nothing was written in any case.
+        """
+        views = self._get_views(layer)
+        blocks, offsets = self._split_slots(slots)
+        given = [key, value] if self.has_values else [key]
+        if not self.has_values and value is not None:
+            raise InvalidArgumentError("a latent cache has no values: pass what is stored as key")
+        shape = (len(blocks), self.num_kv_heads, self.head_size)
+        contents = []
+        for name, tensor in zip(("key", "value"), given, strict=False):
+            if tensor is None or tuple(tensor.shape) != shape:
+                found = None if tensor is None else tuple(tensor.shape)
+                raise InvalidArgumentError(f"{name} has shape {found}, {len(blocks)} slots take {shape}")
+            contents.append(self._take_bits(name, tensor))
+        for view, content in zip(views, contents, strict=True):
+            view[blocks, offsets] = content
+
+    def read(self, layer: int, slots: Any) -> tuple[Any, Any]:
+        """K and V of tokens, copied: (key, value), each (num_tokens, num_kv_heads, head_size), self.dtype.
+
+        NumPy arrays or torch tensors on self.device, as `tensors` are. The value of a latent cache is None.
+        A slot that was never written holds zeros, where `allocate` made the storage.
+
+        Raises:
+            InvalidArgumentError, InvalidBlockError, InvalidTypeError: a layer or slots, as in `write`.
+        """
+        views = self._get_views(layer)
+        blocks, offsets = self._split_slots(slots)
+        found = [self._from_bits(view[blocks, offsets]) for view in views]
+        return found[0], found[1] if self.has_values else None
+
+    def resize(self, num_blocks: int) -> None:
+        """Move to new memory of `num_blocks` blocks; those there were keep their bytes, new ones are zeros.
+
+        `tensors` and `segments` are others afterwards, so an engine has to take them anew; the old memory
+        goes when nobody holds it any more, and until then both are there. Blocks at or above `num_blocks`
+        are lost: move what is in use down first.
+
+        Raises:
+            InvalidArgumentError: below 1 block, or an engine's own tensors whose axes lie in memory in
+                another order than in their shape.
+            CopyFailedError: the storage is as it was.
+        """
+        made = KVStorage.allocate(
+            num_blocks,
+            self.block_size,
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_size,
+            self.dtype,
+            self.device,
+            self.layout,
+            library="torch" if self._is_torch else "numpy",
+            copy=self._copy,
+        )
+        kept = np.arange(min(num_blocks, self.num_blocks))
+        self.copy_to(made, np.stack([kept, kept], axis=1))
+        self.tensors, self.segments, self._views = made.tensors, made.segments, made._views
+
+    def _get_views(self, layer: int) -> tuple[Any, ...]:
+        if not 0 <= layer < self.num_layers:
+            raise InvalidArgumentError(f"layer {layer} is not one of 0 to {self.num_layers - 1}")
+        return self._views[layer]
+
+    def _split_slots(self, slots: Any) -> tuple[Any, Any]:
+        """Block ids and offsets, each (num_tokens,): NumPy on the CPU, torch on self.device."""
+        on_gpu = getattr(slots, "is_cuda", False)
+        if not on_gpu:
+            slots = np.asarray(slots)
+            if slots.size == 0:
+                slots = slots.astype(np.int64)
+            if slots.dtype.kind not in "iu":
+                raise InvalidTypeError(f"slots are integers, not {slots.dtype}")
+        elif slots.is_floating_point():
+            raise InvalidTypeError(f"slots are integers, not {slots.dtype}")
+        if slots.ndim != 1:
+            raise InvalidArgumentError(f"slots have one axis, not shape {tuple(slots.shape)}")
+        if not on_gpu and len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
+            outside = slots[(slots < 0) | (slots >= self.num_slots)]
+            raise InvalidBlockError(f"slot {outside[0]} is not one of 0 to {self.num_slots - 1}")
+        if self.device == "cpu":
+            slots = np.asarray(slots.cpu() if on_gpu else slots, np.int64)
+        else:
+            import torch
+
+            slots = torch.as_tensor(slots, dtype=torch.int64, device=self.device)
+        return slots // self.block_size, slots % self.block_size
+
+    def _take_bits(self, name: str, tensor: Any) -> Any:
+        """The elements of what a caller gave, as unsigned integers where this storage's views are."""
+        dtype = find_dtype(tensor)
+        if isinstance(tensor, np.ndarray):
+            if dtype != self.dtype and tensor.dtype != numpy_dtype(self.dtype):
+                raise InvalidTypeError(f"{name} has dtype {tensor.dtype}, this storage {self.dtype}")
+            bits = view_bits(tensor)
+            if self.device == "cpu":
+                return bits
+            import torch
+
+            return torch.from_numpy(np.ascontiguousarray(bits)).to(self.device)
+        if dtype != self.dtype:
+            raise InvalidTypeError(f"{name} has dtype {dtype}, this storage {self.dtype}")
+        if self.device == "cpu":
+            return view_bits(tensor.cpu()).numpy()
+        if str(tensor.device) != self.device:
+            raise InvalidArgumentError(f"{name} is on {tensor.device}, this storage on {self.device}")
+        return view_bits(tensor)
+
+    def _from_bits(self, bits: Any) -> Any:
+        """Elements of self.dtype, as the tensors of this storage have them, from unsigned integers."""
+        if not self._is_torch:
+            return bits.view(numpy_dtype(self.dtype))
+        import torch
+
+        tensor = torch.from_numpy(bits) if isinstance(bits, np.ndarray) else bits
+        return tensor.view(getattr(torch, self.dtype))
+
+
+def _view_tokens(tensor: Any, axes: Sequence[Axis], at: dict[str, int]) -> Any:
+    """One layer's K or V, (num_blocks, block_size, num_kv_heads, head_size), on the memory of a tensor.
+
+    The view is of integers (`view_bits`), and NumPy's on the CPU, since torch indexes slowly there.
+    """
+    bits = view_bits(tensor)
+    if not isinstance(bits, np.ndarray) and bits.device.type == "cpu":
+        bits = bits.numpy()
+    bits = bits.reshape([axis.size for axis in axes])
+    letters = [axis.letter for axis in axes]
+    bits = bits[tuple(at[letter] if letter in at else slice(None) for letter in letters)]
+    letters = [letter for letter in letters if letter not in at]
+    if "H" not in letters:
+        bits = bits[..., None]
+        letters.append("H")
+    order = [letters.index(letter) for letter in "BNHD"]
+    return bits.transpose(order) if isinstance(bits, np.ndarray) else bits.permute(order)

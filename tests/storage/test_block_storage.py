@@ -1,0 +1,97 @@
+"""Blocks as bytes: between devices, and what `BlockStorage` refuses. How they are copied: test_copies.py."""
+
+import numpy as np
+import pytest
+from storage.made_storage import BLOCK_AXES, allocate, draw_moves, fill, make_way
+
+from kv_pool import InvalidArgumentError
+from kv_pool.storage import BlockStorage, KVStorage
+from kv_pool.storage.block_storage import copy_through_buffers
+
+
+def read_all(storage):
+    return [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("buffer_bytes", [1, 2000, 10**6])
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_blocks_pass_through_buffers_of_any_size(layout, buffer_bytes, monkeypatch):
+    """What happens between two devices, on one that every machine has."""
+    way = make_way("cpu", monkeypatch)
+    source, target = allocate(way, layout), allocate(way, layout, num_blocks=5)
+    fill(target.tensors, 1)
+    sent, expected = read_all(source), read_all(target)
+    moves = draw_moves(layout, 7, num_targets=5)
+    sources, targets = np.array(moves, np.int64).T
+    copy_through_buffers(source, target, sources, targets, buffer_bytes)
+    for source_id, target_id in moves:
+        expected[target_id] = sent[source_id]
+    assert read_all(target) == expected
+    assert read_all(source) == sent
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_blocks_go_to_a_gpu_and_back(layout, way_name, monkeypatch):
+    host = allocate(make_way("cpu", monkeypatch), layout)
+    device = allocate(make_way(way_name, monkeypatch), layout, num_blocks=9)
+    sent, there = read_all(host), read_all(device)
+    host.copy_to(device, [(0, 8), (3, 2)])
+    there[8], there[2] = sent[0], sent[3]
+    assert read_all(device) == there
+    device.copy_to(host, [(7, 1), (6, 5)])
+    sent[1], sent[5] = there[7], there[6]
+    assert read_all(host) == sent
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
+def test_a_gpu_writes_and_reads_tokens(layout, dtype):
+    import torch
+
+    storage = KVStorage.allocate(6, 4, 2, 3, 8, dtype, "cuda:0", layout)
+    key = torch.randn(3, 3, 8, device="cuda:0").to(getattr(torch, dtype))
+    storage.write(1, torch.tensor([20, 23, 21], device="cuda:0"), key, key.flip(0))
+    storage.apply_moves([(5, 2)])
+    read_key, read_value = storage.read(1, [8, 11, 9])
+    assert torch.equal(read_key.view(torch.uint8), key.view(torch.uint8))
+    assert torch.equal(read_value.view(torch.uint8), key.flip(0).view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
+def test_a_gpu_moves_blocks_of_2_mib(way_name, monkeypatch):
+    """Llama-3-8B's, 32 layers of 64 KiB: the size that the speed is measured at."""
+    way = make_way(way_name, monkeypatch)
+    storage = allocate(way, "L|BNHC", 40, block_size=16, num_layers=32, heads=8, head_size=128)
+    assert storage.block_bytes == 2 * 1024 * 1024
+    before = read_all(storage)
+    moves = draw_moves(way_name, 40)
+    storage.apply_moves(moves)
+    for source, target in moves:
+        before[target] = before[source]
+    assert read_all(storage) == before
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ([np.zeros((6, 4)), np.zeros((5, 4))], r"one number of blocks on one device, not of \[5, 6\]"),
+        ([], "one number of blocks"),
+        ([np.zeros((6, 4, 8))[:, :, ::2]], "the state of one block is in pieces"),
+        ([np.zeros((6, 4, 8))[:, :, :4]], "the state of one block is in pieces"),
+    ],
+)
+def test_state_that_cannot_be_moved_is_refused(tensors, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        BlockStorage.wrap_state(tensors)
+
+
+def test_state_of_another_shape_is_another_format():
+    one, other = (BlockStorage.wrap_state([np.zeros(shape, np.float32)]) for shape in [(6, 4, 2), (6, 2, 4)])
+    assert one.block_format == "float32[4, 2]"
+    with pytest.raises(InvalidArgumentError, match="blocks here are"):
+        one.copy_to(other, [(0, 0)])

@@ -1,0 +1,172 @@
+"""One contract for all ways to copy: CPU, torch, Triton (interpreted), and both on a GPU."""
+
+import numpy as np
+import pytest
+from storage.made_storage import (
+    BLOCK_AXES,
+    WAYS_TO_COPY,
+    allocate,
+    draw_moves,
+    fill,
+    make_way,
+    move_in_model,
+    to_numpy,
+)
+
+from kv_pool.ids import BlockMove
+from kv_pool.storage import BlockStorage, KVStorage, SegmentTable
+
+
+@pytest.fixture(params=WAYS_TO_COPY)
+def way(request, monkeypatch):
+    return make_way(request.param, monkeypatch)
+
+
+def assert_moves_as_the_model(storage, layout, moves):
+    """C4: targets are their sources, and no other byte of any tensor changed."""
+    expected = [to_numpy(tensor) for tensor in storage.tensors]
+    storage.apply_moves(moves)
+    move_in_model(expected, layout, storage.block_size, moves)
+    storage.synchronize()
+    for tensor, array in zip(storage.tensors, expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(tensor).view(np.uint8), array.view(np.uint8))
+
+
+@pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_random_moves_do_what_the_model_does(way, layout, seed):
+    storage = allocate(way, layout)
+    assert_moves_as_the_model(storage, layout, draw_moves(seed, storage.num_blocks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("layout", ["L|BNHC", "L|2BNHD", "2L|THD", "L|BND"])
+def test_elements_of_any_width_are_bytes(way, layout, dtype):
+    storage = allocate(way, layout, dtype=dtype)
+    assert_moves_as_the_model(storage, layout, [(6, 0), (5, 2)])
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "alignment"), [(6, "float16", 4), (5, "float16", 2), (3, "uint8", 1)]
+)
+def test_spans_that_are_no_multiple_of_16_bytes(way, head_size, dtype, alignment):
+    storage = allocate(way, "L|2BNHD", block_size=1, heads=1, head_size=head_size, dtype=dtype)
+    assert storage.segments.alignment == alignment
+    assert_moves_as_the_model(storage, "L|2BNHD", [(3, 1), (4, 2), (0, 6)])
+
+
+def test_a_single_move_and_none_at_all(way):
+    storage = allocate(way, "L|BNHC", num_blocks=2)
+    assert_moves_as_the_model(storage, "L|BNHC", [])
+    assert_moves_as_the_model(storage, "L|BNHC", [BlockMove(source=0, target=1)])
+
+
+def test_one_block_may_be_copied_to_many(way):
+    storage = allocate(way, "L|2BNHD")
+    assert_moves_as_the_model(storage, "L|2BNHD", [(3, 0), (3, 1), (3, 6), (5, 2)])
+
+
+@pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "L|2BNHD"])
+def test_runs_are_copied_like_single_blocks(way, layout):
+    storage = allocate(way, layout, num_blocks=24)
+    runs = [(12 + i, 1 + i) for i in range(5)] + [(20 + i, 8 + i) for i in range(3)] + [(18, 23)]
+    assert_moves_as_the_model(storage, layout, runs)
+
+
+def test_spans_longer_than_a_piece(way):
+    # 20 KiB a span: more than the kernel's 16 KiB, and no multiple of it; whole rows on the CPU.
+    storage = allocate(way, "L|2BNHD", 4, block_size=16, num_layers=1, heads=5, head_size=128)
+    assert storage.segments.spans.tolist() == [20480, 20480]
+    assert_moves_as_the_model(storage, "L|2BNHD", [(3, 0), (2, 1)])
+
+
+def test_padding_between_blocks_is_not_written(way):
+    # Three blocks of 8 tokens, of which the storage has the first 5: 3 tokens of each belong to others.
+    whole = np.arange(2 * 6 * 8 * 3 * 16, dtype=np.int32).reshape(2, 6, 8, 3, 16)
+    given = [way.make_tensor(whole[layer, :, :5]) for layer in range(2)]
+    storage = KVStorage.wrap(given, "L|BNHC", dtype="float32", copy=way.copy)
+    assert storage.block_bytes == 2 * 5 * 3 * 16 * 4
+    behind = [make_root(tensor) for tensor in given]
+    before = [to_numpy(root).reshape(whole.shape) for root in behind]
+    storage.apply_moves([(0, 5), (1, 3)])
+    storage.synchronize()
+    for layer, (root, old) in enumerate(zip(behind, before, strict=True)):
+        old[layer, 5, :5], old[layer, 3, :5] = old[layer, 0, :5], old[layer, 1, :5]
+        np.testing.assert_array_equal(to_numpy(root).reshape(whole.shape), old)
+
+
+def make_root(tensor):
+    """All the memory that a tensor is a view of."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.base
+    import torch
+
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def test_views_of_a_block_outermost_cache_are_one_span_again(way):
+    # As vLLM hands it out: one view a layer, (B, N, H, C), of one allocation (B, L, N, H, C).
+    whole = way.make_tensor(np.arange(5 * 2 * 4 * 3 * 16, dtype=np.int16).reshape(5, 2, 4, 3, 16))
+    views = [whole[:, layer] for layer in range(2)]
+    storage = KVStorage.wrap(views, "L|BNHC", dtype="float16", copy=way.copy)
+    assert len(storage.segments) == 1
+    assert_moves_as_the_model(storage, "L|BNHC", [(4, 0), (3, 1)])
+
+
+def test_axes_may_lie_in_memory_in_another_order_than_in_the_shape(way):
+    # The shape says B, N, H, C; in memory heads are outermost, as native ROCm kernels want them.
+    memory = way.make_tensor(np.arange(3 * 5 * 4 * 16, dtype=np.int16).reshape(3, 5, 4, 16))
+    order = (1, 2, 0, 3)
+    view = memory.transpose(order) if way.library == "numpy" else memory.permute(order)
+    storage = KVStorage.wrap([view], "L|BNHC", dtype="float16", copy=way.copy)
+    assert storage.block_format == "float16 H=3 N=4 2=2 D=8"
+    assert len(storage.segments) == 3
+    assert_moves_as_the_model(storage, "L|BNHC", [(4, 0), (3, 1)])
+
+
+@pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("L|BNHC", "|BLNHC"), ("L|2BNHD", "2L|THD"), ("L|BHNC", "L|HBNC"), ("2L|THD", "L|2BNHD")],
+)
+def test_blocks_go_to_another_storage(way, here, there, seed):
+    """Layouts may differ where a block's bytes come in the same order: spans are cut alike."""
+    source, target = allocate(way, here), allocate(way, there, num_blocks=5)
+    fill(target.tensors, seed + 100)
+    sent = [source.read_block(block_id) for block_id in range(7)]
+    expected = [target.read_block(block_id) for block_id in range(5)]
+    moves = draw_moves(seed, 7, num_targets=5)
+    source.copy_to(target, moves)
+    for source_id, target_id in moves:
+        expected[target_id] = sent[source_id]
+    assert [target.read_block(block_id) for block_id in range(5)] == expected
+    assert [source.read_block(block_id) for block_id in range(7)] == sent
+
+
+def test_state_that_has_no_tokens_moves_too(way):
+    # Mamba's: a convolution and a recurrent state a layer, of different types and shapes, by block id.
+    conv = way.make_tensor(np.arange(6 * 4 * 10, dtype=np.int16).reshape(6, 4, 10))
+    state = way.make_tensor(np.arange(6 * 2 * 8, dtype=np.float32).reshape(6, 2, 8))
+    storage = BlockStorage.wrap_state([conv, state], copy=way.copy)
+    assert storage.block_bytes == 4 * 10 * 2 + 2 * 8 * 4
+    expected = to_numpy(conv), to_numpy(state)
+    storage.apply_moves([(5, 0), (4, 2)])
+    storage.synchronize()
+    for tensor, array in zip((conv, state), expected, strict=True):
+        array[0], array[2] = array[5], array[4]
+        np.testing.assert_array_equal(to_numpy(tensor), array)
+
+
+def test_groups_over_the_same_bytes_are_moved_once(way):
+    # One group has 2 tensors in the allocation, the other one wider, over the first of them.
+    memory = way.make_tensor(np.arange(2 * 6 * 64, dtype=np.uint8).reshape(2, 6, 64))
+    small = BlockStorage.wrap_state([memory[0, :, :32], memory[1, :, :32]])
+    wide = BlockStorage.wrap_state([memory[0]])
+    table = SegmentTable.overlay([small.segments, wide.segments])
+    assert table.spans.tolist() == [64, 32]
+    both = BlockStorage(table, way.device, "overlaid", way.copy)
+    expected = to_numpy(memory)
+    both.apply_moves([(5, 1)])
+    both.synchronize()
+    expected[0, 1], expected[1, 1, :32] = expected[0, 5], expected[1, 5, :32]
+    np.testing.assert_array_equal(to_numpy(memory), expected)

@@ -1,0 +1,93 @@
+"""A copy that breaks off half-way: a typed error, every source intact, nothing that has to be undone."""
+
+import pytest
+from storage.made_storage import allocate, make_way
+
+from kv_pool import CopyFailedError, KVPoolError
+from kv_pool.storage import KVStorage
+from kv_pool.storage.copy_cpu import copy_on_cpu
+
+
+class CopyThatBreaksOff:
+    """Copies the first `num_good` moves, as the CPU does, and fails at the next one."""
+
+    def __init__(self, num_good):
+        self.num_good = num_good
+
+    def __call__(self, source, target, sources, targets):
+        copy_on_cpu(source, target, sources[: self.num_good], targets[: self.num_good])
+        raise OSError("the device fell off the bus")
+
+
+def make_pair(num_good):
+    """A storage of ten blocks whose copies break off, and one over the same memory whose copies do not."""
+    good = allocate(make_way("cpu", None), "L|2BNHD", num_blocks=10)
+    return KVStorage.wrap(good.tensors, "L|2BNHD", copy=CopyThatBreaksOff(num_good)), good
+
+
+def read_all(storage):
+    return [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+
+
+MOVES = [(9, 1), (8, 2), (7, 3), (6, 4)]
+TARGETS = {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("num_good", range(5))
+def test_the_sources_and_all_other_blocks_are_intact(num_good):
+    broken, good = make_pair(num_good)
+    before = read_all(good)
+    with pytest.raises(CopyFailedError, match="copying 4 blocks from cpu to cpu broke off: the device fell"):
+        broken.apply_moves(MOVES)
+    after = read_all(good)
+    assert [after[block_id] for block_id in range(10) if block_id not in TARGETS] == [
+        before[block_id] for block_id in range(10) if block_id not in TARGETS
+    ]
+
+
+def test_the_error_is_one_of_ours_and_keeps_its_cause():
+    broken, _ = make_pair(2)
+    with pytest.raises(CopyFailedError) as caught:
+        broken.apply_moves(MOVES)
+    assert isinstance(caught.value, KVPoolError)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_the_whole_plan_may_be_repeated():
+    broken, good = make_pair(2)
+    before = read_all(good)
+    with pytest.raises(CopyFailedError):
+        broken.apply_moves(MOVES)
+    good.apply_moves(MOVES)
+    after = read_all(good)
+    assert [after[target] for _, target in MOVES] == [before[source] for source, _ in MOVES]
+
+
+def test_a_plan_that_is_refused_copies_nothing():
+    _, good = make_pair(0)
+    before = read_all(good)
+    for wrong in ([(9, 1), (8, 1)], [(9, 1), (1, 2)], [(9, 1), (10, 2)], [(9, 1), ("a", 2)]):
+        with pytest.raises(KVPoolError):
+            good.apply_moves(wrong)
+    assert read_all(good) == before
+
+
+def test_a_copy_to_another_storage_leaves_this_one_alone():
+    broken, good = make_pair(2)
+    other = allocate(make_way("cpu", None), "L|2BNHD", num_blocks=4)
+    before, there = read_all(good), read_all(other)
+    with pytest.raises(CopyFailedError):
+        broken.copy_to(other, [(9, 0), (8, 1), (7, 2)])
+    assert read_all(good) == before
+    assert read_all(other)[3] == there[3]
+
+
+def test_a_resize_that_fails_leaves_the_storage_as_it_was():
+    broken, good = make_pair(2)
+    tensors, before = broken.tensors, read_all(good)
+    with pytest.raises(CopyFailedError):
+        broken.resize(20)
+    assert broken.tensors is tensors
+    assert broken.num_blocks == 10
+    assert read_all(good) == before

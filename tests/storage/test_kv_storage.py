@@ -1,0 +1,252 @@
+import numpy as np
+import pytest
+from storage.made_storage import BLOCK_AXES
+
+from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.storage import KVStorage
+
+HEADS, HEAD_SIZE = 3, 8
+
+
+def make(layout="NHD", num_blocks=6, dtype="float16", **others):
+    heads = 1 if layout in ("MLA", "L|BND") else HEADS
+    return KVStorage.allocate(num_blocks, 4, 2, heads, HEAD_SIZE, dtype, layout=layout, **others)
+
+
+def draw(num_tokens, heads=HEADS, seed=0, dtype=np.float16):
+    return np.random.default_rng(seed).standard_normal((num_tokens, heads, HEAD_SIZE)).astype(dtype)
+
+
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_what_is_written_to_slots_is_read_from_them(layout):
+    storage = make(layout)
+    slots = np.array([23, 0, 7, 8])
+    written = {}
+    for layer in range(2):
+        key = draw(4, storage.num_kv_heads, layer)
+        value = draw(4, storage.num_kv_heads, layer + 10) if storage.has_values else None
+        storage.write(layer, slots, key, value)
+        written[layer] = key, value
+    for layer, (key, value) in written.items():
+        read_key, read_value = storage.read(layer, slots)
+        np.testing.assert_array_equal(read_key, key)
+        assert read_key.dtype == key.dtype
+        if storage.has_values:
+            np.testing.assert_array_equal(read_value, value)
+        else:
+            assert read_value is None
+    key, _ = storage.read(0, [1, 22])
+    assert not key.any()
+
+
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_tokens_go_where_their_block_goes(layout):
+    storage = make(layout)
+    key = draw(4, storage.num_kv_heads)
+    storage.write(1, range(20, 24), key, -key if storage.has_values else None)
+    storage.apply_moves([(5, 2)])
+    read_key, read_value = storage.read(1, range(8, 12))
+    np.testing.assert_array_equal(read_key, key)
+    if storage.has_values:
+        np.testing.assert_array_equal(read_value, -key)
+    assert storage.read_block(2) == storage.read_block(5)
+
+
+def test_the_engine_sees_what_is_written():
+    """In vLLM's shape (B, N, H, 2D) a head's K and V lie side by side."""
+    storage = make("NHD")
+    key, value = draw(1, seed=1), draw(1, seed=2)
+    storage.write(1, [9], key, value)
+    seen = storage.tensors[1][2, 1]
+    np.testing.assert_array_equal(seen, np.concatenate([key[0], value[0]], axis=1))
+
+
+def test_a_wrapped_cache_is_read_in_place():
+    """As SGLang holds it: keys of all layers, then values, (tokens, heads, head size)."""
+    pools = [np.zeros((24, HEADS, HEAD_SIZE), np.float32) for _ in range(4)]
+    storage = KVStorage.wrap(pools, "SGLANG", block_size=4)
+    assert (storage.num_blocks, storage.num_layers, storage.block_size) == (6, 2, 4)
+    pools[1][5], pools[3][5] = 7, 8
+    key, value = storage.read(1, [5])
+    assert (key == 7).all()
+    assert (value == 8).all()
+
+
+def test_a_joint_axis_is_taken_apart_by_the_sizes_given():
+    """TensorRT-LLM's pool, (blocks, layers, 2, heads * tokens * head size)."""
+    pool = np.zeros((6, 2, 2, HEADS * 4 * HEAD_SIZE), np.float16)
+    storage = KVStorage.wrap(pool, "TRTLLM", block_size=4, head_size=HEAD_SIZE)
+    assert storage.num_kv_heads == HEADS
+    storage.write(1, [6], draw(1), draw(1, seed=1))
+    np.testing.assert_array_equal(pool[1, 1, 0].reshape(HEADS, 4, HEAD_SIZE)[:, 2], draw(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout", "sizes", "said"),
+    [
+        ([np.zeros((6, 4, 3))], "NHD", {}, "has 3 axes, layout"),
+        ([np.zeros((6, 4, 3, 7))], "NHD", {}, "axis C .* has 7 steps, which is not 2=2 x D="),
+        ([np.zeros((6, 4, 3, 16))], "NHD", {"block_size": 5}, "axis N .* has 4 steps, which is not N=5"),
+        ([np.zeros((24, 3, 8))] * 2, "SGLANG", {}, "say how many of B or N"),
+        ([np.zeros((24, 3, 8))] * 3, "SGLANG", {"block_size": 4}, "axis 2L .* has 3 steps"),
+        ([np.zeros((6, 4, 3, 16)), np.zeros((5, 4, 3, 16))], "NHD", {}, "are alike"),
+        ([np.zeros((6, 4, 3, 32))[..., ::2]], "NHD", {}, "do not lie side by side"),
+        ([np.broadcast_to(np.zeros((1, 4, 3, 16)), (6, 4, 3, 16))], "NHD", {}, "blocks lie 0 bytes apart"),
+        ([np.zeros((6, 4, 3, 16))[::-1]], "NHD", {}, "blocks lie -1536 bytes apart"),
+        ([np.zeros((6, 4, 3, 16))], "NHD", {"dtype": "bfloat16"}, "float64 do not hold bfloat16"),
+        ([np.zeros((6, 4, 3, 16), complex)], "NHD", {}, "unknown dtype 'complex128'"),
+        ([], "NHD", {}, "no tensors"),
+        ([np.zeros((1, 6, 2, 3, 4, 8))] * 2, "|BL2F", {}, "has 6 axes"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_layout_are_refused(tensors, layout, sizes, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        KVStorage.wrap(tensors, layout, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_blocks": 0}, "every size is at least 1"),
+        ({"head_size": -1}, "every size is at least 1"),
+        ({"dtype": "float12"}, "unknown dtype 'float12'; known are float64"),
+        ({"layout": "MLA"}, "has no heads, so num_kv_heads is 1, not 3"),
+        ({"device": "cuda", "library": "numpy"}, "NumPy arrays are on the CPU, not on cuda"),
+    ],
+)
+def test_sizes_that_cannot_be_meant_are_refused(sizes, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        KVStorage.allocate(
+            **{"num_blocks": 6, "block_size": 4, "num_layers": 2, "num_kv_heads": 3, "head_size": 8, **sizes}
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ((2, [0], draw(1), draw(1)), InvalidArgumentError, "layer 2 is not one of 0 to 1"),
+        ((-1, [0], draw(1), draw(1)), InvalidArgumentError, "layer -1"),
+        ((0, [24], draw(1), draw(1)), InvalidBlockError, "slot 24 is not one of 0 to 23"),
+        ((0, [3, -1], draw(2), draw(2)), InvalidBlockError, "slot -1"),
+        ((0, [0.5], draw(1), draw(1)), InvalidTypeError, "slots are integers, not float64"),
+        ((0, [[0]], draw(1), draw(1)), InvalidArgumentError, "slots have one axis"),
+        (
+            (0, [0], draw(2), draw(2)),
+            InvalidArgumentError,
+            r"key has shape \(2, 3, 8\), 1 slots take \(1, 3, 8\)",
+        ),
+        ((0, [0], draw(1), None), InvalidArgumentError, "value has shape None"),
+        (
+            (0, [0], draw(1), draw(1, dtype=np.float32)),
+            InvalidTypeError,
+            "value has dtype float32, this storage",
+        ),
+    ],
+)
+def test_a_write_that_is_refused_writes_nothing(arguments, error, said):
+    storage = make()
+    with pytest.raises(error, match=said):
+        storage.write(*arguments)
+    assert not any(tensor.any() for tensor in storage.tensors)
+
+
+def test_a_latent_cache_takes_no_values():
+    with pytest.raises(InvalidArgumentError, match="a latent cache has no values"):
+        make("MLA").write(0, [0], draw(1, heads=1), draw(1, heads=1))
+
+
+def test_no_tokens_are_written_and_read_as_none():
+    storage = make()
+    storage.write(0, [], draw(0), draw(0))
+    assert storage.read(0, [])[0].shape == (0, HEADS, HEAD_SIZE)
+
+
+def test_types_that_numpy_has_not_are_bits():
+    storage = make(dtype="bfloat16")
+    bits = np.arange(HEADS * HEAD_SIZE, dtype=np.uint16).reshape(1, HEADS, HEAD_SIZE)
+    storage.write(0, [3], bits, bits + 1)
+    key, value = storage.read(0, [3])
+    np.testing.assert_array_equal(key, bits)
+    np.testing.assert_array_equal(value, bits + 1)
+
+
+def test_a_block_is_read_and_written_as_bytes():
+    storage = make()
+    data = bytes(range(256)) * (storage.block_bytes // 256)
+    storage.write_block(3, data)
+    assert storage.read_block(3) == data
+    assert not any(storage.read_block(2))
+    assert storage.block_bytes == 2 * 2 * 4 * HEADS * HEAD_SIZE * 2
+
+
+def test_bytes_that_are_no_block_are_refused():
+    storage = make()
+    with pytest.raises(InvalidArgumentError, match="5 bytes for a block of 768"):
+        storage.write_block(0, b"12345")
+    for block_id in (-1, 6):
+        with pytest.raises(InvalidBlockError, match=f"block {block_id} is not one of 0 to 5"):
+            storage.read_block(block_id)
+        with pytest.raises(InvalidBlockError, match=f"block {block_id} is not one of 0 to 5"):
+            storage.write_block(block_id, bytes(storage.block_bytes))
+
+
+def test_blocks_in_another_order_of_bytes_are_not_copied():
+    with pytest.raises(InvalidArgumentError, match="N=4 H=3 2=2 D=8, there float16 L=2 H=3"):
+        make("NHD").copy_to(make("HND"), [(0, 0)])
+    with pytest.raises(InvalidArgumentError, match="blocks here are float16"):
+        make().copy_to(make(dtype="bfloat16"), [(0, 0)])
+
+
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_a_resize_keeps_the_blocks_that_are_left(layout):
+    storage = make(layout)
+    for block_id in range(6):
+        storage.write_block(block_id, bytes([block_id + 1]) * storage.block_bytes)
+    storage.resize(9)
+    assert (storage.num_blocks, storage.num_slots) == (9, 36)
+    assert [storage.read_block(block_id)[0] for block_id in range(9)] == [1, 2, 3, 4, 5, 6, 0, 0, 0]
+    storage.resize(2)
+    assert [storage.read_block(block_id)[-1] for block_id in range(2)] == [1, 2]
+    with pytest.raises(InvalidBlockError):
+        storage.read(0, [8])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "uint8"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
+def test_torch_tensors_are_written_and_read_as_such(layout, dtype):
+    import torch
+
+    storage = make(layout, dtype=dtype, library="torch")
+    key = torch.from_numpy(draw(3, dtype=np.float32)).abs().to(getattr(torch, dtype))
+    storage.write(1, torch.tensor([3, 17, 5]), key, key.flip(0))
+    read_key, read_value = storage.read(1, torch.tensor([17, 3], dtype=torch.int32))
+    assert read_key.dtype == getattr(torch, dtype)
+    assert torch.equal(read_key.view(torch.uint8), key[[1, 0]].view(torch.uint8))
+    assert torch.equal(read_value.view(torch.uint8), key.flip(0)[[1, 0]].view(torch.uint8))
+
+
+@pytest.mark.torch
+def test_a_storage_of_arrays_takes_torch_tensors():
+    import torch
+
+    storage = make(dtype="bfloat16")
+    key = torch.arange(HEADS * HEAD_SIZE, dtype=torch.bfloat16).reshape(1, HEADS, HEAD_SIZE)
+    storage.write(0, torch.tensor([3]), key, key.requires_grad_())
+    np.testing.assert_array_equal(
+        storage.read(0, [3])[1], key.detach().view(torch.int16).numpy().view(np.uint16)
+    )
+    with pytest.raises(InvalidTypeError, match="key has dtype float32, this storage bfloat16"):
+        storage.write(0, [3], key.float(), key)
+
+
+@pytest.mark.torch
+def test_an_engines_tensors_are_wrapped_where_they_are():
+    import torch
+
+    layers = [torch.zeros(2, 6, 4, HEADS, HEAD_SIZE, dtype=torch.bfloat16) for _ in range(2)]
+    storage = KVStorage.wrap(layers, "FLASH")
+    layers[1][1, 2, 3] = 5
+    assert (storage.read(1, [11])[1] == 5).all()
+    storage.apply_moves([(2, 0)])
+    assert (layers[1][1, 0, 3] == 5).all()

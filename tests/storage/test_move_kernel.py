@@ -1,0 +1,96 @@
+"""The kernel as the compiler makes it for a GPU that need not be there: how wide its loads and stores are."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from storage.made_storage import allocate, make_way
+
+pytestmark = pytest.mark.triton
+
+SM_90 = ("cuda", 90, 32)
+THREADS = 4 * 32
+
+
+def compile_for_sm_90(alignment, piece_words):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kv_pool.storage.copy_triton import NUM_WARPS, choose_word, make_kernel
+
+    alignment, word, word_bytes = choose_word(alignment)
+    constants = {"word": word, "word_bytes": word_bytes, "piece_words": piece_words, "alignment": alignment}
+    signature = {
+        "pieces": "*i64",
+        "sources": "*i64",
+        "targets": "*i64",
+        "num_pieces": "i32",
+        "num_items": "i32",
+    }
+    source = ASTSource(
+        fn=make_kernel(),
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+    options = {"num_warps": NUM_WARPS}
+    return triton.compile(source, target=GPUTarget(*SM_90), options=options).asm["ptx"]
+
+
+def count_accesses(ptx):
+    """How often each kind of load and store from device memory is written in the program."""
+    return Counter(re.findall(r"\b((?:ld|st)\.global[.\w]*)", ptx))
+
+
+@pytest.fixture(autouse=True)
+def _compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton 3.9 warns that its default will change
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.parametrize("piece_words", [1024, 4096])
+def test_aligned_memory_is_moved_16_bytes_at_a_time(piece_words):
+    found = count_accesses(compile_for_sm_90(16, piece_words))
+    each = piece_words // THREADS // 4
+    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == each
+    # The rest: five columns of a piece and two block ids, and no store besides.
+    assert sum(found.values()) == 2 * each + 7
+
+
+def test_all_loads_of_a_piece_are_under_way_before_the_first_store():
+    ptx = compile_for_sm_90(16, 4096)
+    assert ptx.rindex("ld.global.v4.b32") < ptx.index("st.global.v4.b32")
+
+
+@pytest.mark.parametrize(("alignment", "kind"), [(4, "b32"), (8, "b32"), (2, "b8"), (1, "b8")])
+def test_other_memory_is_moved_by_the_word_or_the_byte(alignment, kind):
+    found = count_accesses(compile_for_sm_90(alignment, 1024))
+    assert found[f"ld.global.{kind}"] == found[f"st.global.{kind}"] == 1024 // THREADS
+    assert sum(found.values()) == 2 * 1024 // THREADS + 7
+
+
+def test_spans_are_cut_into_pieces_that_cover_them(monkeypatch):
+    from kv_pool.storage.copy_triton import cut_into_pieces
+
+    table = allocate(make_way("cpu", None), "L|2BNHD", 4, block_size=5).segments
+    pieces = cut_into_pieces(table, table, 100)
+    assert table.spans.tolist() == [240] * 4
+    assert pieces[:, 4].tolist() == [100, 100, 40] * 4
+    np.testing.assert_array_equal(pieces[::3, 0], table.bases)
+    np.testing.assert_array_equal(pieces[2::3, 0], table.bases + 200)
+    np.testing.assert_array_equal(pieces[:, :2], pieces[:, 2:4])
+
+
+def test_the_tables_of_a_dropped_storage_do_not_keep_its_memory(monkeypatch):
+    import gc
+    import weakref
+
+    way = make_way("triton", monkeypatch)
+    storage = allocate(way, "L|BNHC")
+    storage.apply_moves([(0, 1)])
+    memory = weakref.ref(storage.tensors[0])
+    del storage
+    gc.collect()
+    assert memory() is None
