@@ -182,6 +182,18 @@ def test_a_block_listed_twice_gets_two_references():
     assert state(pool) == "free: 2 | in use: 1*x2"
 
 
+@pytest.mark.parametrize("order", [(3, 4, 1), (1, 4, 3), (4, 4, 3), (2, 3, 2, 1, 4), (5, 1, 5, 2)])
+def test_a_touch_that_fails_puts_every_block_back_to_its_place(order):
+    pool = make_pool("free: 3 4 1* 2* | in use: 5")
+    stranger = make_pool("free: 2 | in use: 1").blocks[1]
+    with pytest.raises(InvalidBlockError, match="belongs to another pool"):
+        pool.touch([pool.null_block, *blocks(pool, *order), stranger])
+    assert state(pool) == "free: 3 4 1* 2* | in use: 5"
+    invariants.check(pool)
+    pool.touch(blocks(pool, *order))
+    invariants.check(pool)
+
+
 def test_touch_skips_the_null_block():
     pool = make_pool("free: 1* 2")
     pool.touch([pool.null_block, pool.blocks[1], pool.null_block])
