@@ -32,6 +32,8 @@ HIT_BLOCKS = 256
 SMALL_BLOCKS = 10_000
 # Work per sample: a few milliseconds at most, less than another process usually runs in between.
 SAMPLE_BLOCKS = 1_000
+# More where each block is another one, so that what the others left in the caches is soon gone.
+EVICTED_BLOCKS = 4_000
 PROMPT_TOKENS = 50_000
 HEAVY_MODULES = ("torch", "zmq", "matplotlib", "numpy")
 # vLLM's name for the algorithm that kv_pool calls so.
@@ -144,10 +146,11 @@ def import_all() -> list[Implementation]:
 # ---- rows measured in this process ---------------------------------------------------------------
 
 
-def make_request(rng: random.Random, num_blocks: int) -> BenchRequest:
-    """A request with hashes that nothing carries yet."""
+def make_request(rng: random.Random, num_blocks: int, with_tokens: bool = True) -> BenchRequest:
+    """A request with hashes that nothing carries yet; its tokens are read for events only."""
+    num_tokens = num_blocks * BLOCK_SIZE if with_tokens else 0
     return BenchRequest(
-        all_token_ids=[rng.randrange(128_000) for _ in range(num_blocks * BLOCK_SIZE)],
+        all_token_ids=[rng.randrange(128_000) for _ in range(num_tokens)],
         block_hashes=[rng.randbytes(HASH_BYTES) for _ in range(num_blocks)],
     )
 
@@ -191,10 +194,10 @@ def sample_evictions(num_blocks: int, seed: int, events: bool, implementation: I
     pool = implementation.pool_class(num_blocks, True, BLOCK_SIZE, enable_kv_cache_events=events)
     fill_cache(pool, rng, REQUEST_BLOCKS)
     num_cached = len(pool.cached_block_hash_to_block)
-    num_requests = SAMPLE_BLOCKS // REQUEST_BLOCKS
+    num_requests = EVICTED_BLOCKS // REQUEST_BLOCKS
 
     def sample() -> float:
-        requests = [make_request(rng, REQUEST_BLOCKS) for _ in range(num_requests)]
+        requests = [make_request(rng, REQUEST_BLOCKS, events) for _ in range(num_requests)]
         num_events = 0
         start = time.perf_counter_ns()
         if events:
