@@ -1,6 +1,6 @@
 """Types for identifiers, so that a checker tells one kind of bytes or number from another."""
 
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 """Digest of a block's tokens, its extra keys and everything before it: equal hashes, equal prefixes."""
@@ -10,3 +10,14 @@ BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 
 ExternalBlockHash = int | bytes
 """A block hash as events carry it: by default the digest's last 8 bytes as an unsigned integer."""
+
+
+class BlockMove(NamedTuple):
+    """Copy the bytes of block `source` over those of block `target`; the source keeps its own.
+
+    A plan is a list of moves. Within one storage no block is the target of one move and part of another, so
+    that the moves may run in any order and all at once; one block may be the source of several.
+    """
+
+    source: int
+    target: int
