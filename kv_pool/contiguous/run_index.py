@@ -82,7 +82,7 @@ class FreeRunIndex:
         for block in blocks:
             if block._owner is not owner:
                 continue
-            block_id = block.block_id
+            block_id: int = block.block_id  # 32 bits; an int goes with 64
             if block_id == end:
                 end += 1
             elif block_id == first - 1:
@@ -122,7 +122,7 @@ class FreeRunIndex:
         for block in blocks:
             if block.ref_cnt != 0 or block._owner is not owner or block.is_null:
                 continue
-            block_id = block.block_id
+            block_id: int = block.block_id  # 32 bits; an int goes with 64
             block_age: i64 = EMPTY
             if keeps_all or (keeps_hashes and block._block_hash is not None):
                 block_age = now
@@ -325,7 +325,7 @@ class FreeRunIndex:
         block = queue.fake_free_list_head.next_free_block
         tail = queue.fake_free_list_tail
         while block is not None and block is not tail and num_guesses < _MAX_GUESSES:
-            block_id = block.block_id
+            block_id: int = block.block_id  # 32 bits; an int goes with 64
             block = block.next_free_block
             num_walked += 1
             if num_walked > _MAX_WALK:
