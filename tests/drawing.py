@@ -17,7 +17,7 @@ def hash_of(number):
     return b"hash-%04d" % number
 
 
-def make_pool(picture, **options):
+def make_pool(picture, pool_class=BlockPool, **options):
     """The pool that `state` would draw so. Block n carries `hash_of(n)` where it has a star."""
     free, in_use = [], []
     for part in picture.split("|"):
@@ -29,7 +29,7 @@ def make_pool(picture, **options):
     num_blocks = len(free) + len(in_use)
     assert sorted(block_id for block_id, _, _ in free + in_use) == list(range(1, num_blocks + 1))
     options = {"enable_caching": True, "hash_block_size": 4, **options}
-    pool = BlockPool(num_blocks + 1, **options)
+    pool = pool_class(num_blocks + 1, **options)
     pool.get_new_blocks(num_blocks)
     for block_id, star, times in free + in_use:
         if star:

@@ -49,6 +49,7 @@ SkipBroken = Annotated[
     bool, typer.Option("--skip-broken", help="Pass over broken lines and count them, instead of stopping.")
 ]
 Seed = Annotated[str, typer.Option(help="Seed of the block hashes, for traces of token ids.")]
+Runs = Annotated[bool, typer.Option("--runs", help="Prefer runs of consecutive block ids.")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Write everything, with provenance, to this file.")
 ]

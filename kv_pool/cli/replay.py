@@ -42,6 +42,7 @@ def replay(
     timestamp_unit: options.TimestampUnit = "ms",
     skip_broken: options.SkipBroken = False,
     seed: options.Seed = "0",
+    runs: options.Runs = False,
     json: options.JsonFile = None,
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
@@ -66,6 +67,7 @@ def replay(
         timestamp_unit=timestamp_unit,
         skip_broken=skip_broken,
         seed=seed,
+        runs=runs,
     )
     with make_progress_bar("replaying", TaskProgressColumn()) as bar:
         task = bar.add_task("replay", total=1.0, live="")

@@ -10,7 +10,7 @@ from kv_pool.core.free_queue import FreeKVCacheBlockQueue, link
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
-from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, evict_all, raise_typed
+from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, evict_all, raise_typed, rekey
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -120,6 +120,70 @@ class BlockPoolCore(PrefixCache):
         elif any_cached and self.enable_caching:
             evict_all(self, taken)
         return taken
+
+    def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take these free blocks out of wherever they are in the queue, as `get_new_blocks` takes the next.
+
+        Each has ref_cnt 1 and no hash afterwards; one that was cached is evicted, in the given order.
+
+        Raises:
+            InvalidBlockError: a block is null, in use, listed twice, or not this pool's. Nothing has changed.
+            InvalidTypeError: not a block. Nothing has changed.
+            Whatever a reuse watcher raises; the blocks are at the front of the queue then.
+        Cost: O(len(blocks)), whatever the size of the pool.
+        """
+        owner = self._owner
+        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
+        num_done: i64 = 0
+        try:
+            for block in listed:
+                if block._owner is not owner or block.is_null:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; "
+                        "take_blocks() takes free blocks of the pool"
+                    )
+                if block.ref_cnt != 0 or block.next_free_block is None or block.prev_free_block is None:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is in use, or listed twice; take_blocks() takes free blocks"
+                    )
+                block.ref_cnt = 1  # which a second mention of the block comes upon
+                num_done += 1
+        except Exception as error:
+            for block in listed[:num_done]:
+                block.ref_cnt = 0
+            raise_typed(error, listed, "take_blocks()")
+        if self._reuse_watchers:
+            self._tell_watchers_of(listed)
+        any_cached = len(self.cached_block_hashes_by_block) > 0
+        for block in listed:
+            before = block.prev_free_block
+            after = block.next_free_block
+            assert before is not None
+            assert after is not None
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = None
+            block.next_free_block = None
+            if block._block_hash is not None:
+                any_cached = True
+        self.free_block_queue.num_free_blocks -= len(listed)
+        if self.metrics_collector is not None:
+            self._tell_observer(listed, self.metrics_collector)
+        elif any_cached and self.enable_caching:
+            evict_all(self, listed)
+
+    def _tell_watchers_of(self, blocks: list[KVCacheBlock]) -> None:
+        """Call whoever waits for these free blocks, off the queue meanwhile and at its front afterwards."""
+        queue = self.free_block_queue
+        for block in blocks:
+            block.ref_cnt = 0
+            queue.remove(block)
+        try:
+            self._tell_watchers(blocks)
+        finally:
+            queue.prepend_n(blocks)
+        for block in blocks:
+            block.ref_cnt = 1
 
     def _undo_take(self, taken: list[KVCacheBlock], culprit: KVCacheBlock | None) -> NoReturn:
         """Link again what was taken off the front of the queue, and say what is wrong with what came next."""
@@ -429,6 +493,98 @@ class BlockPoolCore(PrefixCache):
         if self.enable_kv_cache_events:
             self.kv_event_queue.append(self._cleared_type())
         return True
+
+    # ---- other ids, other sizes ------------------------------------------------------------------
+
+    def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchange the ids of the two blocks of each pair, after their bytes have been moved accordingly.
+
+        A block object keeps everything else: references, hash, prefix map entries, its place in the queue,
+        whoever waits for its reuse. No events. Block tables hold objects and need nothing; whoever kept an
+        id has to look again.
+
+        Raises:
+            InvalidBlockError: an id is not one of this pool's, is 0, or is listed twice. Nothing has changed.
+        Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
+        """
+        num_blocks = len(self.blocks)
+        listed: list[int] = []
+        for first_id, second_id in pairs:
+            listed.append(first_id)
+            listed.append(second_id)
+        if len(set(listed)) != len(listed) or (listed and not 0 < min(listed) <= max(listed) < num_blocks):
+            raise InvalidBlockError(
+                f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
+            )
+        old = self.blocks
+        new = list(old)
+        moved: list[KVCacheBlock] = []
+        for first_id, second_id in pairs:
+            first = old[first_id]
+            second = old[second_id]
+            first.block_id = second_id
+            second.block_id = first_id
+            new[first_id] = second
+            new[second_id] = first
+            moved.append(first)
+            moved.append(second)
+        self.blocks = tuple(new)
+        any_cached = False
+        for block in moved:
+            if block._block_hash is not None:
+                any_cached = True
+        if any_cached:
+            rekey(self, moved, pairs)
+            for block in old:  # each remembers its successor by id
+                if 0 < block._next_cached_id < num_blocks:
+                    block._next_cached_id = old[block._next_cached_id].block_id
+        if self._reuse_watchers:
+            self._reuse_watchers = {
+                old[block_id].block_id if 0 <= block_id < num_blocks else block_id: on_reuse
+                for block_id, on_reuse in self._reuse_watchers.items()
+            }
+
+    def add_blocks(self, num_blocks: int) -> None:
+        """Let the pool have `num_blocks` blocks more, free and next to be reused. O(number of blocks)."""
+        added = [
+            KVCacheBlock(block_id)
+            for block_id in range(self.num_gpu_blocks, self.num_gpu_blocks + num_blocks)
+        ]
+        for block in added:
+            block._owner = self._owner
+        self.blocks += tuple(added)
+        self.num_gpu_blocks += num_blocks
+        if self._num_guessable:
+            self._num_guessable = self.num_gpu_blocks
+        self.free_block_queue.prepend_n(added)
+
+    def remove_last_blocks(self, num_blocks: int) -> None:
+        """Let the pool have `num_blocks` blocks less, those with the highest ids. O(number of blocks).
+
+        They are evicted where cached, and whoever waits for their reuse is told.
+        Raises:
+            InvalidBlockError: one of them is in use, or the null block. Nothing has changed.
+            Whatever a reuse watcher raises; the blocks are at the front of the queue then.
+        """
+        num_left = self.num_gpu_blocks - num_blocks
+        removed = list(self.blocks[num_left:])
+        for block in removed:
+            if block.ref_cnt != 0 or block.is_null:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is {'null' if block.is_null else 'in use'}; only free blocks "
+                    "can be removed. Move it below the others first."
+                )
+        if self._reuse_watchers:
+            self._tell_watchers_of(removed)
+        for block in removed:
+            block.ref_cnt = 0
+            self.free_block_queue.remove(block)
+            self._maybe_evict_cached_block(block)
+        self.blocks = self.blocks[:num_left]
+        self.num_gpu_blocks = num_left
+        if self._num_guessable:
+            self._num_guessable = num_left
+        self._last_found = self.blocks[0]
 
     # ---- looking ---------------------------------------------------------------------------------
 

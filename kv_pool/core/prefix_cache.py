@@ -600,6 +600,36 @@ def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroup
     return dropped
 
 
+def rekey(pool: PrefixCache, moved: list[KVCacheBlock], pairs: Sequence[tuple[int, int]]) -> None:
+    """After the ids of these pairs of blocks were exchanged: put right what is kept under the old ones."""
+    secondary = pool.cached_block_hashes_by_block
+    if secondary:
+        for first_id, second_id in pairs:
+            keys_of_first = secondary.pop(first_id, None)
+            keys_of_second = secondary.pop(second_id, None)
+            if keys_of_first is not None:
+                secondary[second_id] = keys_of_first
+            if keys_of_second is not None:
+                secondary[first_id] = keys_of_second
+    entries = pool.cached_block_hash_to_block._cache
+    done: set[bytes] = set()
+    for block in moved:
+        if block._block_hash is None or (block._next_cached_id >= 0 and not secondary):
+            continue
+        keys: list[Any] = [block._block_hash]
+        if secondary:
+            keys.extend(secondary.get(block.block_id, ()))
+        for key in keys:
+            copies = entries.get(key)
+            if isinstance(copies, dict) and key not in done:
+                done.add(key)
+                # In place and in order: the oldest copy is the one that is found.
+                in_order = list(copies.values())
+                copies.clear()
+                for copy in in_order:
+                    copies[copy.block_id] = copy
+
+
 def as_list(sequence: Sequence[Any]) -> list[Any]:
     """The sequence itself if it is a list, or a list of its elements."""
     return sequence if isinstance(sequence, list) else list(sequence)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from operator import index
 
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import check_block_hashes, make_block_hash_with_group_id
 from kv_pool.core.block_pool import BlockPool
@@ -52,7 +53,8 @@ class KVCacheManager:
         [1, 2, 4]
 
     Args:
-        block_pool: where the blocks come from; it may serve others as well.
+        block_pool: where the blocks come from; it may serve others as well. With a `RunBlockPool` a request's
+            blocks have consecutive ids as far as possible, when it grows too.
         block_size: tokens per block, a multiple of the pool's `hash_block_size` (the default).
 
     A scheduler's step: `get_computed_blocks` once for a new request, `allocate_slots` before its tokens
@@ -72,6 +74,7 @@ class KVCacheManager:
             )
         self._stride = self.block_size // block_pool.hash_block_size
         self._tables: dict[str, BlockTable] = {}
+        self._run_pool = block_pool if isinstance(block_pool, RunBlockPool) else None
 
     @property
     def usage(self) -> float:
@@ -171,7 +174,13 @@ class KVCacheManager:
         # Hits first: until they are touched, they may be among the blocks that get_new_blocks takes.
         if hits:
             pool.touch(hits)
-        new_blocks = pool.get_new_blocks(num_new_blocks) if num_new_blocks else []
+        if not num_new_blocks:
+            new_blocks = []
+        elif self._run_pool is None or (table is None and not hits):
+            new_blocks = pool.get_new_blocks(num_new_blocks)
+        else:
+            last = hits[-1] if table is None else table.blocks[-1]
+            new_blocks = self._run_pool.get_new_blocks_after(last, num_new_blocks)
         if table is None:
             table = BlockTable()
             self._tables[request_id] = table

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -106,6 +107,14 @@ class KVCacheMetricsCollector:
                     tuple(state.get_reuse_gaps_seconds()),
                 )
             )
+
+    def on_ids_swapped(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Go on following blocks that have exchanged their ids."""
+        for pair in pairs:
+            states = [self.block_metrics.pop(block_id, None) for block_id in pair]
+            for block_id, state in zip(reversed(pair), states, strict=True):
+                if state is not None:
+                    self.block_metrics[block_id] = state
 
     def reset(self) -> None:
         """Follow nothing any more, and drop the samples that were not drained."""

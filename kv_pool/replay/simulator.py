@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from time import monotonic
 
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
@@ -37,6 +38,7 @@ class ReplaySettings:
         limit: only this many requests from the start.
         trace_block_size, timestamp_unit, skip_broken: see `Trace`.
         seed: of the block hashes, for traces of token ids.
+        runs: through a `RunBlockPool`, which prefers runs of consecutive block ids.
     """
 
     trace: str
@@ -50,6 +52,7 @@ class ReplaySettings:
     timestamp_unit: str = "ms"
     skip_broken: bool = False
     seed: str = "0"
+    runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def run_replay(
         skip_broken=settings.skip_broken,
     )
     block_size = settings.block_size or trace.block_size or DEFAULT_BLOCK_SIZE
-    manager = KVCacheManager(BlockPool(settings.num_blocks + 1, True, block_size))
+    pool_class = RunBlockPool if settings.runs else BlockPool
+    manager = KVCacheManager(pool_class(settings.num_blocks + 1, True, block_size))
     tally = Tally(
         manager,
         ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),

@@ -102,3 +102,8 @@ def test_a_bundled_trace_goes_by_its_name(tmp_path):
     assert "mooncake_conversation.jsonl.gz through 1,000 blocks of 512 tokens" in done.stdout
     assert rows(done.stdout)["requests"] == "100"
     assert "late" not in rows(done.stdout)
+
+
+def test_runs_of_consecutive_ids_may_be_preferred(folder):
+    _, report = replay(folder, "--blocks", "20", "--runs")
+    assert report["settings"]["runs"] is True

@@ -629,3 +629,150 @@ def test_without_caching_the_observer_hears_of_no_eviction():
     notes = Notes()
     BlockPool(3, False, 4, metrics_collector=notes).get_new_blocks(1)
     assert notes.lines == ["allocated 1"]
+
+
+# ---- particular blocks, other ids, other sizes
+
+
+def test_particular_blocks_are_taken_from_anywhere_in_the_queue_and_evicted():
+    pool = make_pool("free: 1 2* 3 4* 5 | in use: 6", enable_kv_cache_events=True)
+    pool.take_blocks(blocks(pool, 4, 1))
+    assert state(pool) == "free: 2* 3 5 | in use: 1 4 6"
+    assert [type(event) for event in pool.take_events()] == [BlockRemoved]
+    pool.take_blocks(iter(blocks(pool, 5)))
+    pool.take_blocks([])
+    assert state(pool) == "free: 2* 3 | in use: 1 4 5 6"
+    invariants.check(pool)
+
+
+def other_block(pool):
+    return make_pool("free: 1").blocks[1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda pool: pool.blocks[6],
+        lambda pool: pool.blocks[2],
+        lambda pool: pool.null_block,
+        other_block,
+        lambda pool: KVCacheBlock(3),
+        lambda pool: "no block",
+    ],
+    ids=["in use", "listed twice", "null", "another pool's", "bare", "no block"],
+)
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_block_that_can_not_be_taken_leaves_all_where_they_are(wrong, position):
+    picture = "free: 1 2* 3 | in use: 4 5 6"
+    pool = make_pool(picture)
+    listed = blocks(pool, 2, 1)
+    listed.insert(position, wrong(pool))
+    with pytest.raises((InvalidBlockError, TypeError)):
+        pool.take_blocks(listed)
+    assert state(pool) == picture
+    invariants.check(pool)
+
+
+def test_taking_a_particular_block_tells_watchers_and_observer_as_any_hand_out_does():
+    seen = []
+
+    class Observer:
+        def on_block_allocated(self, block):
+            seen.append(("allocated", block.block_id))
+
+        def on_block_accessed(self, block):
+            pass
+
+        def on_block_evicted(self, block):
+            seen.append(("evicted", block.block_id))
+
+        def reset(self):
+            pass
+
+    pool = make_pool("free: 1 | in use: 2* 3", metrics_collector=Observer())
+    seen.clear()
+    pool.unpin_blocks(
+        blocks(pool, 2, 3), lambda block: seen.append(("reused", block.ref_cnt, block.block_id))
+    )
+    pool.take_blocks(blocks(pool, 3, 1))
+    told = [("reused", 0, 3), ("evicted", 3), ("allocated", 3), ("evicted", 1), ("allocated", 1)]
+    assert seen == told
+    assert state(pool) == "free: 2* | in use: 1 3"
+
+
+def test_a_watcher_that_raises_keeps_particular_blocks_from_being_taken():
+    def refuse(block):
+        raise KeyError(block.block_id)
+
+    pool = make_pool("free: 1 | in use: 2* 3")
+    pool.unpin_blocks(blocks(pool, 2), refuse)
+    with pytest.raises(KeyError):
+        pool.take_blocks(blocks(pool, 2, 1))
+    assert state(pool) == "free: 2* 1 | in use: 3"
+    invariants.check(pool)
+
+
+def test_swapped_ids_change_nothing_else():
+    pool = make_pool("free: 1 2* 3 | in use: 4*x2 5", enable_kv_cache_events=True)
+    shared = pool.blocks[4]
+    pool.swap_block_ids([(4, 1), (2, 3)])
+    assert state(pool) == "free: 4 3* 2 | in use: 1*x2 5"
+    assert shared.block_id == 1
+    assert pool.get_cached_block(hash_of(4), [0]) == [shared]
+    assert pool.take_events() == []
+    invariants.check(pool)
+    pool.swap_block_ids([])
+    invariants.check(pool)
+
+
+def test_swapped_copies_and_secondary_keys_stay_in_order_under_their_new_ids():
+    pool = make_pool("free: 1 2 | in use: 3 4 5")
+    for block in blocks(pool, 5, 3):
+        cache(pool, block, 9)
+    pool.cache_partial_block(make_request([b"second"]), pool.blocks[5], 4, 0, 4)
+    pool.cache_partial_block(make_request([b"second"]), pool.blocks[3], 4, 0, 4)
+    first, second = blocks(pool, 5, 3)
+    pool.swap_block_ids([(5, 1), (3, 2)])
+    for found in (hash_of(9), b"second"):
+        assert pool.get_cached_block(found, [0]) == [first]
+    assert sorted(pool.cached_block_hashes_by_block) == [1, 2]
+    invariants.check(pool)
+    pool.evict_blocks([1])
+    assert pool.get_cached_block(b"second", [0]) == [second]
+    invariants.check(pool)
+
+
+def test_after_a_swap_the_longest_prefix_is_still_found_in_one_walk():
+    pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4")
+    hashes = [hash_of(number) for number in range(4)]
+    pool.cache_full_blocks(make_request(hashes), blocks(pool, 1, 2, 3, 4), 0, 4, 4, 0)
+    table = blocks(pool, 1, 2, 3, 4)
+    pool.swap_block_ids([(2, 7), (4, 5)])
+    assert pool.find_cached_prefix(hashes, 4) == table
+    assert [block._next_cached_id for block in table[:3]] == [7, 3, 5]
+
+
+@pytest.mark.parametrize("pairs", [[(1, 1)], [(1, 2), (2, 3)], [(0, 1)], [(1, 6)], [(-1, 2)]])
+def test_ids_that_can_not_be_swapped_change_nothing(pairs):
+    picture = "free: 1 2* 3 | in use: 4*x2 5"
+    pool = make_pool(picture)
+    with pytest.raises(InvalidBlockError, match=r"distinct ids of 1\.\.5"):
+        pool.swap_block_ids(pairs)
+    assert state(pool) == picture
+    invariants.check(pool)
+
+
+def test_blocks_are_added_at_the_front_and_removed_from_the_top():
+    pool = make_pool("free: 1* | in use: 2")
+    pool.add_blocks(2)
+    assert state(pool) == "free: 3 4 1* | in use: 2"
+    assert pool.get_usage() == 0.25
+    invariants.check(pool)
+    pool.remove_last_blocks(1)
+    assert state(pool) == "free: 3 1* | in use: 2"
+    with pytest.raises(InvalidBlockError, match="block 2 is in use"):
+        pool.remove_last_blocks(2)
+    with pytest.raises(InvalidBlockError, match="block 0 is null"):
+        pool.remove_last_blocks(4)
+    assert state(pool) == "free: 3 1* | in use: 2"
+    invariants.check(pool)

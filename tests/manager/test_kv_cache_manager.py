@@ -14,6 +14,7 @@ from kv_pool import (
     KVCacheManager,
     Request,
 )
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 
 HASHER = BlockHasher("sha256", "s", 4)
@@ -433,3 +434,25 @@ def test_only_events_of_its_own_group_say_full_attention():
 def test_a_block_size_that_is_no_int_is_refused():
     with pytest.raises(InvalidTypeError, match="block_size counts tokens"):
         KVCacheManager(BlockPool(9, True, 4), 4.0)
+
+
+def test_on_a_pool_with_runs_a_request_grows_into_the_ids_after_its_own():
+    manager = KVCacheManager(RunBlockPool(40, True, 4))
+    request = make_request("a", range(30))
+    for num_tokens in (16, 1, 4, 9):
+        manager.allocate_slots(request, num_tokens)
+        request.num_computed_tokens += num_tokens
+    first = manager.get_block_ids("a")[0]
+    assert manager.get_block_ids("a") == list(range(first, first + 8))
+
+
+def test_on_a_pool_with_runs_a_request_goes_on_after_its_cached_prefix():
+    manager = KVCacheManager(RunBlockPool(40, True, 4))
+    first = make_request("first", range(16))
+    start(manager, first)
+    manager.free(first)
+    second = make_request("second", range(30))
+    prefix = manager.get_computed_blocks(second)
+    manager.allocate_slots(second, 30 - prefix.num_tokens, prefix)
+    ids_of_second = manager.get_block_ids("second")
+    assert ids_of_second == list(range(ids_of_second[0], ids_of_second[0] + 8))

@@ -141,3 +141,12 @@ def test_an_engine_supplies_its_own_class_of_samples(clock):
     clock.advance(3)
     pool.get_new_blocks(1)
     assert collector.drain_events() == [("mine", 3.0, 3.0, ())]
+
+
+def test_blocks_that_exchange_their_ids_are_followed_on():
+    collector = KVCacheMetricsCollector(1.0)
+    for block_id in (1, 2, 3):
+        collector.on_block_allocated(KVCacheBlock(block_id))
+    first, second, third = (collector.block_metrics[block_id] for block_id in (1, 2, 3))
+    collector.on_ids_swapped([(1, 2), (3, 4)])
+    assert collector.block_metrics == {1: second, 2: first, 4: third}

@@ -182,3 +182,13 @@ def test_a_report_written_and_read_again_is_the_same(tmp_path, trace):
     write_json(report, str(tmp_path / "report.json"))
     text = (tmp_path / "report.json").read_bytes()
     assert msgspec.json.decode(text, type=ReplayReport) == report
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_with_runs_preferred_tables_are_in_longer_runs_and_counts_stay_close(trace, clock):
+    plain, with_runs = (
+        run_replay(ReplaySettings(trace, 60, block_size=2, clock=clock, runs=runs)) for runs in (False, True)
+    )
+    assert with_runs.requests == plain.requests
+    assert with_runs.blocks_per_run > plain.blocks_per_run
+    assert with_runs.settings["runs"] is True

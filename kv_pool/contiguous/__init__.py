@@ -1,0 +1,1 @@
+"""Blocks with consecutive ids: finding them, and moving others out of the way."""

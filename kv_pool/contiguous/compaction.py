@@ -1,0 +1,214 @@
+"""Moving blocks to other ids: bytes by a callable that is passed in, identities here."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_pool.contiguous import plan
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockMove
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CopyBlocks = Callable[[Sequence[BlockMove]], object]
+"""Copies each source's bytes over its target's, or queues that; raises where it could not."""
+
+_MAX_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """What moved, for whoever keeps block ids.
+
+    Attributes:
+        epoch: the pool's `epoch` from here on.
+        moves: (old id, new id) of each block that moved, in any order; the old ids are free now.
+        num_blocks: of the pool.
+    """
+
+    epoch: int
+    moves: list[BlockMove] = field(default_factory=list)
+    num_blocks: int = 0
+
+    def make_remap(self) -> "NDArray[np.int32]":
+        """New ids by old id: `table = remap[table]` brings any table of ids up to date.
+
+        Shape (num_blocks,), int32; ids that did not move map to themselves. On a device it is
+        `remap = torch.from_numpy(relocation.make_remap()).to(device)`, and the look-up is queued behind the
+        copy.
+        """
+        import numpy as np
+
+        remap = np.arange(self.num_blocks, dtype=np.int32)
+        if self.moves:
+            pairs = np.array(self.moves, dtype=np.int32)
+            remap[pairs[:, 0]] = pairs[:, 1]
+        return remap
+
+
+def apply_moves(
+    pool: RunBlockPool, moves: Sequence[BlockMove], copy: CopyBlocks, *, pinned: Collection[int] = ()
+) -> Relocation:
+    """Copy the bytes of each source over its target's, then let the two blocks exchange their ids.
+
+    Block objects stay what they are, but for `block_id`: tables of objects, references, hashes and the order
+    of eviction are untouched, no event is sent, and the same prefixes are found. What is cached in a target
+    is evicted first, since the copy overwrites it.
+
+    Args:
+        copy: called once with all moves, not at all for none.
+        pinned: ids that must not be read nor written.
+    Returns:
+        What moved. Remap every table of ids before any block is taken from the pool. An old id may be taken
+        at once; whoever writes there queues that behind the copy.
+    Raises:
+        InvalidArgumentError: C1: an id twice among sources and targets.
+        InvalidBlockError: C2, C3: a source without content, a target that is in use or watched, the null
+            block, a pinned or an unknown one. In both cases nothing has changed, and nothing was copied.
+        Whatever `copy` raises: no id has changed; targets that were cached are evicted.
+    Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), besides the copy.
+    """
+    check_moves(pool, moves, pinned)
+    if not moves:
+        return Relocation(pool.epoch, [], pool.num_gpu_blocks)
+    blocks = pool.blocks
+    overwritten = [move.target for move in moves if blocks[move.target].block_hash is not None]
+    if overwritten:
+        pool.evict_blocks(overwritten)
+    copy(moves)
+    pool.swap_block_ids(moves)
+    return Relocation(pool.epoch, list(moves), pool.num_gpu_blocks)
+
+
+def check_moves(pool: RunBlockPool, moves: Sequence[BlockMove], pinned: Collection[int] = ()) -> None:
+    """C1, C2, C3 of `contiguous/invariants.py`. Raises what `apply_moves` raises; changes nothing."""
+    ids = [block_id for move in moves for block_id in move]
+    chosen = set(ids)
+    if len(chosen) != len(ids):
+        twice = next(block_id for position, block_id in enumerate(ids) if block_id in ids[:position])
+        raise InvalidArgumentError(
+            f"C1: block {twice} is in two moves; each id is the source or target of one"
+        )
+    if not ids:
+        return
+    if min(ids) < 1 or max(ids) >= pool.num_gpu_blocks:
+        raise InvalidBlockError(
+            f"C3: the null block and ids outside 1..{pool.num_gpu_blocks - 1} do not move: "
+            f"{min(ids) if min(ids) < 1 else max(ids)}"
+        )
+    if not chosen.isdisjoint(pinned):
+        raise InvalidBlockError(f"C3: block {min(chosen.intersection(pinned))} is pinned")
+    watched = pool.get_watched_ids()
+    blocks = pool.blocks
+    for source, target in moves:
+        block = blocks[source]
+        if block.ref_cnt == 0 and block.block_hash is None and source not in watched:
+            raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
+        if blocks[target].ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
+        if target in watched:
+            raise InvalidBlockError(
+                f"C2: somebody waits for the reuse of block {target} and may still read it"
+            )
+
+
+def pack(
+    pool: RunBlockPool,
+    copy: CopyBlocks,
+    *,
+    pinned: Collection[int] = (),
+    max_evictions: int = 0,
+    on_moved: Callable[[Relocation], object] | None = None,
+) -> list[Relocation]:
+    """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
+
+    Args:
+        max_evictions: of cached blocks, in the first round, where too little is empty.
+        on_moved: called after each round: remap tables there.
+    Raises:
+        Whatever `copy` raises: the rounds before have happened.
+    """
+    relocations = []
+    for _ in range(_MAX_ROUNDS):
+        moves = plan.plan_pack(pool, pinned=pinned, max_evictions=max_evictions)
+        if not moves:
+            break
+        max_evictions = 0
+        relocations.append(apply_moves(pool, moves, copy, pinned=pinned))
+        if on_moved is not None:
+            on_moved(relocations[-1])
+    return relocations
+
+
+def pack_if_fragmented(
+    pool: RunBlockPool,
+    copy: CopyBlocks,
+    *,
+    threshold: float = 0.10,
+    run_length: int = DEFAULT_RUN_LENGTH,
+    pinned: Collection[int] = (),
+    max_evictions: int = 0,
+    on_moved: Callable[[Relocation], object] | None = None,
+) -> list[Relocation]:
+    """`pack`, where more than `threshold` of the free blocks cannot serve a run of `run_length`."""
+    if pool.get_fragmentation_rate(run_length) <= threshold:
+        return []
+    return pack(pool, copy, pinned=pinned, max_evictions=max_evictions, on_moved=on_moved)
+
+
+def take_run(
+    pool: RunBlockPool,
+    num_blocks: int,
+    copy: CopyBlocks,
+    on_moved: Callable[[Relocation], object],
+    *,
+    pinned: Collection[int] = (),
+) -> list[KVCacheBlock] | None:
+    """`get_new_run`, and where that finds none, room is made for one.
+
+    Args:
+        on_moved: called if anything moved, before the run is taken: remap tables there.
+    Returns:
+        The run, or None where pinned blocks leave no room for it; nothing has changed then.
+    Raises:
+        OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
+        Whatever `copy` raises: see `apply_moves`.
+    """
+    taken = pool.get_new_run(num_blocks)
+    if taken is not None:
+        return taken
+    clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
+    if clearance is None:
+        return None
+    relocation = apply_moves(pool, clearance.moves, copy, pinned=pinned)
+    if relocation.moves:
+        on_moved(relocation)
+    first = clearance.first_block_id
+    run = list(pool.blocks[first : first + num_blocks])
+    pool.take_blocks(run)
+    return run
+
+
+def shrink(
+    pool: RunBlockPool,
+    num_blocks: int,
+    copy: CopyBlocks,
+    *,
+    pinned: Collection[int] = (),
+    on_moved: Callable[[Relocation], object] | None = None,
+) -> Relocation:
+    """Move what is in use out of the `num_blocks` highest ids, and cut them off.
+
+    Raises:
+        As `plan_drain` and `apply_moves`; the pool has its size then.
+    """
+    moves = plan.plan_drain(pool, num_blocks, pinned=pinned)
+    relocation = apply_moves(pool, moves, copy, pinned=pinned)
+    if moves and on_moved is not None:
+        on_moved(relocation)
+    pool.shrink(num_blocks)
+    return relocation

@@ -1,0 +1,47 @@
+"""How scattered the free blocks are, from the lengths of their maximal runs."""
+
+from collections.abc import Sequence
+
+from kv_pool.errors import InvalidArgumentError
+
+
+def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
+    """U(n) = 1 - n * sum(floor(r / n)) / F: the share of free blocks that cannot serve a run of n, 0 to 1.
+
+    0 when nothing is free. U(1) is 0. Without `n` the number says nothing.
+    Raises:
+        InvalidArgumentError: `run_length` is below 1.
+    """
+    _check(run_length)
+    num_free = sum(run_lengths)
+    if not num_free:
+        return 0.0
+    return 1.0 - run_length * sum(length // run_length for length in run_lengths) / num_free
+
+
+def get_largest_run_loss(run_lengths: Sequence[int]) -> float:
+    """1 - max(r) / F: the share of free blocks outside the largest run, 0 to 1.
+
+    Harsh: one block in use in the middle of an empty pool makes it a half. To report, not to steer by.
+    """
+    num_free = sum(run_lengths)
+    return 1.0 - max(run_lengths) / num_free if num_free else 0.0
+
+
+def get_failure_index(run_lengths: Sequence[int], run_length: int) -> float:
+    """Why a run of n was refused though F >= n: 1 - (1 + F / n) / number of runs, clipped to 0..1.
+
+    Towards 1 the blocks are scattered: compact. Towards 0 there are too few: evict or refuse.
+    Raises:
+        InvalidArgumentError: `run_length` is below 1.
+    """
+    _check(run_length)
+    num_free = sum(run_lengths)
+    if not num_free:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - (1.0 + num_free / run_length) / len(run_lengths)))
+
+
+def _check(run_length: int) -> None:
+    if run_length < 1:
+        raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")

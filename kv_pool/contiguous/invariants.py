@@ -1,0 +1,143 @@
+"""The numbered truths about runs and compaction, each one executable; beside those of `core/invariants.py`.
+
+    R1  ages has one byte for each block;  ages[b] != 0  <=>  b is in the free queue
+    R2  from the front of the queue to its back the ages of blocks with content never fall
+    R3  no age is above `now`
+
+    C1  sources and targets are disjoint, and no id is twice in either
+    C2  every source is in use, cached or watched; every target is free, and not cached once it is copied over
+    C3  neither the null block nor a pinned one is a source or a target
+    C4  after the move a target's bytes are what the source's were; no other byte has changed
+    C5  a block keeps its object, ref_cnt, hash, map entries and queue place; only its id changes, swapped
+        with the target's
+    C6  whatever is keyed by id is keyed by the new one: block list, copies in the map, secondary keys,
+        watchers
+    C7  no event is sent and no key is lost
+    C8  the caller is told (old id, new id) of every move, and an epoch that is new
+    C9  a slot that was moved away from is written only behind the copy
+    C10 a copy that fails leaves every id as it was
+
+R1 to R3 hold whenever no method of the pool is running. C1 to C3 are checked by every `apply_moves`. C4 to C8
+and C10 compare what was before with what is after. C9 is kept by the engine's order of work and shows as C4.
+Never compiled: for tests, and for whoever changes the index or what an id is a key to.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import CorruptedPoolError
+from kv_pool.ids import BlockMove
+
+
+def check(pool: RunBlockPool) -> None:
+    """The core's invariants and R1 to R3. O(number of blocks). Raises CorruptedPoolError."""
+    invariants.check(pool)
+    index = pool.run_index
+    if len(index.ages) != pool.num_gpu_blocks:
+        raise CorruptedPoolError(f"R1: {len(index.ages)} ages for {pool.num_gpu_blocks} blocks")
+    for block in pool.blocks:
+        is_free = block.ref_cnt == 0 and not block.is_null
+        if (index.ages[block.block_id] != IN_USE) != is_free:
+            raise CorruptedPoolError(
+                f"R1: block {block.block_id} is {'' if is_free else 'not '}free and has the age "
+                f"{index.ages[block.block_id]}"
+            )
+    last = EMPTY
+    for block in pool.free_block_queue.get_all_free_blocks():
+        age = index.ages[block.block_id]
+        if age > EMPTY:
+            if age < last:
+                raise CorruptedPoolError(f"R2: block {block.block_id} has the age {age} behind one of {last}")
+            last = age
+    if max(index.ages) > index.now:
+        raise CorruptedPoolError(f"R3: an age of {max(index.ages)}, and it is {index.now} now")
+
+
+class Snapshot:
+    """All that a pool shows, with blocks as objects, so that it can be compared after ids have changed."""
+
+    def __init__(self, pool: RunBlockPool) -> None:
+        self.epoch = pool.epoch
+        self.num_events = len(pool.kv_event_queue)
+        self.num_evictions = pool.num_evictions
+        self.blocks = pool.blocks
+        self.ids = {id(block): block.block_id for block in pool.blocks}
+        self.states = {
+            id(block): (block.ref_cnt, block.block_hash, block.block_hash_num_tokens) for block in pool.blocks
+        }
+        self.queue = [id(block) for block in pool.free_block_queue.get_all_free_blocks()]
+        self.entries = {
+            key: [id(block) for block in _list_copies(entry)]
+            for key, entry in pool.cached_block_hash_to_block._cache.items()
+        }
+        self.secondary = {
+            id(pool.blocks[block_id]): list(keys)
+            for block_id, keys in pool.cached_block_hashes_by_block.items()
+        }
+        self.watchers = {
+            id(pool.blocks[block_id]): on_reuse for block_id, on_reuse in pool._reuse_watchers.items()
+        }
+
+
+def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocation) -> None:
+    """C5 to C8, for moves over targets that were not cached. Raises CorruptedPoolError."""
+    after = Snapshot(pool)
+    new_ids = dict(relocation.moves)
+    new_ids.update((target, source) for source, target in relocation.moves)
+    for block in before.blocks:
+        old_id = before.ids[id(block)]
+        if block.block_id != new_ids.get(old_id, old_id):
+            raise CorruptedPoolError(
+                f"C8: block {old_id} is block {block.block_id} now, which nobody was told"
+            )
+        if pool.blocks[block.block_id] is not block:
+            raise CorruptedPoolError(f"C6: the block list has another block at {block.block_id}")
+        if after.states[id(block)] != before.states[id(block)]:
+            raise CorruptedPoolError(f"C5: block {old_id}, now {block.block_id}, has changed otherwise, too")
+    if after.queue != before.queue:
+        raise CorruptedPoolError("C5: the free queue has another order")
+    for entry in pool.cached_block_hash_to_block._cache.values():
+        if isinstance(entry, dict):
+            for block_id, block in entry.items():
+                if block.block_id != block_id:
+                    raise CorruptedPoolError(
+                        f"C6: the map has block {block.block_id} under the id {block_id}"
+                    )
+    if after.secondary != before.secondary:
+        raise CorruptedPoolError("C6: secondary keys are kept under another id than their block's")
+    if after.watchers != before.watchers:
+        raise CorruptedPoolError("C6: a watcher waits for another block")
+    if after.entries != before.entries:
+        raise CorruptedPoolError("C7: the prefix map finds other blocks")
+    if (after.num_events, after.num_evictions) != (before.num_events, before.num_evictions):
+        raise CorruptedPoolError("C7: an event was sent, or a key was lost")
+    if relocation.moves and not before.epoch < relocation.epoch == pool.epoch:
+        raise CorruptedPoolError(
+            f"C8: epoch {relocation.epoch} after {before.epoch}, the pool's is {pool.epoch}"
+        )
+
+
+def check_nothing_moved(before: Snapshot, pool: RunBlockPool) -> None:
+    """C10. Raises CorruptedPoolError."""
+    after = Snapshot(pool)
+    for name in ("ids", "states", "queue", "entries", "secondary", "watchers", "epoch"):
+        if getattr(before, name) != getattr(after, name):
+            raise CorruptedPoolError(f"C10: {name} changed although the copy failed")
+
+
+def check_bytes(before: Mapping[int, Any], after: Mapping[int, Any], moves: Sequence[BlockMove]) -> None:
+    """C4, of the content of each slot by id. Raises CorruptedPoolError."""
+    expected = dict(before)
+    expected.update((target, before[source]) for source, target in moves)
+    for block_id, content in expected.items():
+        if after[block_id] != content:
+            raise CorruptedPoolError(f"C4: slot {block_id} holds {after[block_id]!r}, not {content!r}")
+
+
+def _list_copies(entry: Any) -> list[KVCacheBlock]:
+    return [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())

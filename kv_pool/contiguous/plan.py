@@ -1,0 +1,198 @@
+"""Which blocks to move so that free ids come together. Plans only look; `compaction.apply_moves` acts."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.ids import BlockMove
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_IN_USE_COST = 4
+_CACHED_COST = 1
+"""What moving a block out of a window costs, or losing it: nobody waits for a cached block."""
+
+
+class RunClearance(NamedTuple):
+    """After `moves` the blocks `[first_block_id, first_block_id + n)` are free; some may still be cached."""
+
+    first_block_id: int
+    moves: list[BlockMove]
+
+
+class _Map:
+    """What lies under each id: boolean arrays over the block ids, `movable` and so on without pinned ones."""
+
+    def __init__(self, pool: RunBlockPool, pinned: Iterable[int]) -> None:
+        import numpy as np
+
+        ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
+        fixed = np.zeros(len(ages), dtype=bool)
+        fixed[list(pinned)] = True
+        fixed[0] = True
+        self.fixed: NDArray[np.bool_] = fixed
+        self.movable: NDArray[np.bool_] = (ages == IN_USE) & ~fixed
+        self.free: NDArray[np.bool_] = (ages != IN_USE) & ~fixed
+        self.cached: NDArray[np.bool_] = (ages > EMPTY) & ~fixed
+        self.empty: NDArray[np.bool_] = (ages == EMPTY) & ~fixed
+        for block_id in pool.get_watched_ids():
+            # Somebody still reads what is there, with or without a hash.
+            if block_id < len(ages) and self.free[block_id]:
+                self.empty[block_id] = False
+                self.cached[block_id] = True
+
+    def ids(self, where: "NDArray[np.bool_]", first: int = 0, end: int | None = None) -> list[int]:
+        """The ids in `[first, end)` where it holds, ascending."""
+        import numpy as np
+
+        found: list[int] = (np.flatnonzero(where[first:end]) + first).tolist()
+        return found
+
+
+def plan_pack(
+    pool: RunBlockPool, *, pinned: Iterable[int] = (), max_moves: int | None = None, max_evictions: int = 0
+) -> list[BlockMove]:
+    """One round of moves that brings the blocks in use to the lowest ids, with nothing evicted.
+
+        before   U . c U . | U c U .        U in use   c cached and free   . empty
+        moves    the U right of the bar go into the empty slots left of it, the c there into those right of it
+        after    U U . U U | . c c U        and so on, until no U is right of the bar
+
+    Args:
+        pinned: ids that are neither read nor written.
+        max_moves: plan no more than this many; the highest ids go first.
+        max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
+            is empty. With a full cache and 0 nothing can move.
+    Returns:
+        The moves, which may be made in any order; [] when the pool is packed, or nothing can move. Where
+        cached blocks are in the way it takes several rounds: plan again after each.
+
+    Where nothing is cached, one round is enough, and is the least number of moves.
+    Cost: O(number of blocks), in NumPy.
+    """
+    import numpy as np
+
+    blocks = _Map(pool, pinned)
+    _give_up(pool, blocks, max_evictions)
+    # The bar: the smallest id below which there is room for everything in use from there on.
+    room_below = np.concatenate(([0], np.cumsum(blocks.free)))
+    used_above = np.concatenate((np.cumsum(blocks.movable[::-1])[::-1], [0]))
+    bar = int(np.argmax(room_below >= used_above))
+    sources = blocks.ids(blocks.movable, bar)[::-1]
+    targets = blocks.ids(blocks.empty, 0, bar)
+    in_the_way = blocks.ids(blocks.cached, 0, bar)
+    shelters = blocks.ids(blocks.empty, bar)[::-1]
+    num_direct = min(len(sources), len(targets))
+    num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters))
+    moves = [BlockMove(*move) for move in zip(sources[:num_direct], targets, strict=False)]
+    moves += [BlockMove(*move) for move in zip(in_the_way[:num_in_the_way], shelters, strict=False)]
+    return moves if max_moves is None else moves[:max_moves]
+
+
+def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> RunClearance | None:
+    """Where to make a run of `num_blocks` free blocks, and what to move for it.
+
+    Of all windows without pinned blocks the one with least in use, and of those least cached. Blocks in use
+    move out; cached ones too while there are empty slots elsewhere, and are evicted by whoever takes the run
+    otherwise. Where too little is empty, blocks in use go over what is next in eviction order.
+
+    Returns:
+        None where no window can be cleared: too few free blocks outside, or pinned ones everywhere.
+    Raises:
+        InvalidArgumentError: `num_blocks` is below 1.
+    Cost: O(number of blocks), in NumPy.
+    """
+    import numpy as np
+
+    if num_blocks < 1:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}; a run has at least 1 block")
+    blocks = _Map(pool, pinned)
+    if num_blocks > len(blocks.free):
+        return None
+
+    def count(where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
+        """How many there are in each window, by its first id."""
+        sums = np.concatenate(([0], np.cumsum(where)))
+        windows: NDArray[np.int64] = sums[num_blocks:] - sums[:-num_blocks]
+        return windows
+
+    num_used = count(blocks.movable)
+    num_room = int(blocks.free.sum()) - count(blocks.free)
+    cost = num_used * _IN_USE_COST + count(blocks.cached) * _CACHED_COST
+    possible = (count(blocks.fixed) == 0) & (num_used <= num_room)
+    if not possible.any():
+        return None
+    cost[~possible] = cost.max() + 1
+    first = int(np.argmin(cost))
+    end = first + num_blocks
+    outside = blocks.empty.copy()
+    outside[first:end] = False
+    targets = blocks.ids(outside)
+    sources = blocks.ids(blocks.movable, first, end)
+    if len(sources) > len(targets):
+        targets += [block_id for block_id in _list_evictable(pool, blocks) if not first <= block_id < end][
+            : len(sources) - len(targets)
+        ]
+        if len(sources) > len(targets):
+            return None
+    else:
+        sources += blocks.ids(blocks.cached, first, end)[: len(targets) - len(sources)]
+    return RunClearance(first, [BlockMove(*move) for move in zip(sources, targets, strict=False)])
+
+
+def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> list[BlockMove]:
+    """What to move so that the `num_blocks` highest ids can be cut off, see `RunBlockPool.shrink`.
+
+    Blocks in use go into empty slots below, or over what is next in eviction order there; cached ones into
+    the empty slots that are left, last used first. The others are lost with the slots.
+
+    Raises:
+        InvalidArgumentError: `num_blocks` is negative, or the null block would go.
+        InvalidBlockError: a block up there is pinned.
+        OutOfBlocksError: more blocks are in use up there than are free below.
+    Cost: O(number of blocks).
+    """
+    if not 0 <= num_blocks < pool.num_gpu_blocks:
+        raise InvalidArgumentError(f"{num_blocks} of {pool.num_gpu_blocks} blocks cannot be drained")
+    blocks = _Map(pool, pinned)
+    bar = pool.num_gpu_blocks - num_blocks
+    if blocks.fixed[bar:].any():
+        raise InvalidBlockError(f"block {blocks.ids(blocks.fixed, bar)[0]} is pinned and cannot be drained")
+    sources = blocks.ids(blocks.movable, bar)
+    targets = blocks.ids(blocks.empty, 0, bar)
+    if len(sources) > len(targets):
+        evictable = [block_id for block_id in _list_evictable(pool, blocks) if block_id < bar]
+        targets += evictable[: len(sources) - len(targets)]
+        if len(sources) > len(targets):
+            raise OutOfBlocksError(
+                f"{len(sources)} blocks are in use among the highest {num_blocks}, "
+                f"{len(targets)} are free below. Free a request, or drain fewer."
+            )
+    cached = blocks.cached[bar:]
+    if cached.any():
+        youngest_first = [
+            block.block_id
+            for block in reversed(pool.free_block_queue.get_all_free_blocks())
+            if block.block_id >= bar and blocks.cached[block.block_id]
+        ]
+        sources += youngest_first[: len(targets) - len(sources)]
+    return [BlockMove(*move) for move in zip(sources, targets, strict=False)]
+
+
+def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:
+    """Cached free ids whose content may be lost, in eviction order."""
+    watched = pool.get_watched_ids()
+    for block in pool.free_block_queue.iter_blocks_after(None):
+        if blocks.cached[block.block_id] and block.block_id not in watched:
+            yield block.block_id
+
+
+def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> None:
+    """Count the next `num_blocks` cached blocks in eviction order as empty."""
+    for block_id, _ in zip(_list_evictable(pool, blocks), range(num_blocks), strict=False):
+        blocks.empty[block_id] = True
+        blocks.cached[block_id] = False

@@ -1,0 +1,418 @@
+"""`FreeRunIndex`: which ids are free and how long ago each was used, one byte a block."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mypy_extensions import i64
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+
+IN_USE = 0
+EMPTY = 1
+"""The age byte of a free block that nobody can hit."""
+
+_YOUNGEST = 255
+_BYTES_BY_AGE = [bytes([age]) for age in range(256)]
+_ANY_AGE = bytes([0]) + bytes([1]) * 255
+# Generations per turnover of the free blocks, which leaves room for four turnovers in a byte. At least so
+# large a part of the pool is one generation, so that moving ages down stays rare when little is free.
+_GENERATIONS = 64
+_MAX_GENERATIONS = 4_096
+_MIN_PIECE = 8
+# Bounds of one search, in bytes looked at or blocks walked past; see benchmarks/bench_runs.py for what they
+# cost and find.
+_MAX_SWEEP = 4_096
+_MAX_GUESSES = 16
+_MAX_WALK = 64
+_MAX_REFINE = 16_384
+_MAX_SCAN = 65_536
+
+
+class FreeRunIndex:
+    """Finds free runs, oldest content first, by looking at bytes.
+
+        ages:  0  0  1  1  9  9  9  0  0  30      0 in use (or the null block); 1 free and empty;
+        id:    0  1  2  3  4  5  6  7  8  9       2 to 255 free with content, larger = used later
+
+    An age is a generation: a sixty-fourth of the free blocks was given back with content between one and the
+    next, where few are free a single block. Ages that would pass 255 are moved down; what is older than two
+    turnovers counts as equally old then.
+
+    Derived from the free queue, which owns freeness: `rebuild` makes it anew. It is told of every change by
+    `RunBlockPool`, in batches, since a run is one store whatever its length.
+
+    Args:
+        early_share: `choose` takes none, but what is next, that is not among the first of so large a share of
+            the free queue, as far as ages tell.
+    """
+
+    def __init__(self, num_blocks: int, early_share: float) -> None:
+        self._num_early: i64 = int(early_share * _GENERATIONS)
+        self.ages: bytearray = bytearray(num_blocks)
+        self.now: i64 = EMPTY + 1
+        self._width: i64 = 1
+        self._num_in_generation: i64 = 0
+        self._hand: i64 = 1  # where the next sweep begins
+        self._cursor: i64 = 1  # where the next scan begins
+        self._table_age: i64 = -1
+        self._table: bytes = _ANY_AGE
+
+    # ---- being told ------------------------------------------------------------------------------
+
+    def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
+        """Learn the free blocks anew, in eviction order; the ages follow from the order. O(num_blocks)."""
+        self.ages = bytearray(num_blocks)
+        self._set_width(len(free))
+        self._num_in_generation = 0
+        num_left: i64 = sum(has_content)
+        self.now = EMPTY + 2 + num_left // self._width
+        for position, block in enumerate(free):
+            age: i64 = EMPTY
+            if has_content[position]:
+                age = self.now - 1 - num_left // self._width
+                age = max(EMPTY + 1, age)
+                num_left -= 1
+            self.ages[block.block_id] = age
+
+    def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
+        """These blocks are in use; those of another owner are passed over."""
+        first: i64 = 0
+        end: i64 = 0
+        for block in blocks:
+            if block._owner is not owner:
+                continue
+            block_id: int = block.block_id  # 32 bits; an int goes with 64
+            if block_id == end:
+                end += 1
+            elif block_id == first - 1:
+                first -= 1
+            else:
+                if end > first:
+                    self._store(first, end, IN_USE)
+                first = block_id
+                end = block_id + 1
+        if end > first:
+            self._store(first, end, IN_USE)
+
+    def note_range_taken(self, first: int, end: int) -> None:
+        """The blocks `[first, end)` are in use."""
+        self._store(first, end, IN_USE)
+
+    def note_freed(
+        self,
+        blocks: list[KVCacheBlock],
+        owner: Any,
+        num_free_blocks: int,
+        keeps_hashes: bool,
+        keeps_all: bool,
+    ) -> None:
+        """Those of these blocks that nobody holds any more are free.
+
+        Args:
+            num_free_blocks: in the whole pool by now.
+            keeps_hashes: a block with a hash has content; otherwise none has.
+            keeps_all: one without a hash has content, too.
+        """
+        now = self.now
+        first: i64 = 0
+        end: i64 = 0
+        age: i64 = EMPTY
+        num_kept: i64 = 0
+        for block in blocks:
+            if block.ref_cnt != 0 or block._owner is not owner or block.is_null:
+                continue
+            block_id: int = block.block_id  # 32 bits; an int goes with 64
+            block_age: i64 = EMPTY
+            if keeps_all or (keeps_hashes and block._block_hash is not None):
+                block_age = now
+                num_kept += 1
+            if block_age == age and block_id == first - 1:
+                first -= 1
+            elif block_age == age and block_id == end:
+                end += 1
+            else:
+                if end > first:
+                    self._store(first, end, age)
+                first = block_id
+                end = block_id + 1
+                age = block_age
+        if end > first:
+            self._store(first, end, age)
+        self._num_in_generation += num_kept
+        if self._num_in_generation >= self._width:
+            self.now += self._num_in_generation // self._width
+            self._num_in_generation %= self._width
+            self._set_width(num_free_blocks)
+            if self.now > _YOUNGEST:
+                self._renumber()
+
+    def note_emptied(self, block_id: int) -> None:
+        """The block has lost its content; if it is free, it stays free."""
+        if self.ages[block_id] != IN_USE:
+            self.ages[block_id] = EMPTY
+
+    def note_all_emptied(self) -> None:
+        """All blocks have lost their content."""
+        self.ages = self.ages.translate(_ANY_AGE)
+
+    def swap(self, first_id: int, second_id: int) -> None:
+        """The blocks with these ids have exchanged them."""
+        ages = self.ages
+        ages[first_id], ages[second_id] = ages[second_id], ages[first_id]
+
+    def resize(self, num_blocks: int) -> None:
+        """The pool has so many blocks now; new ones are free and empty. Those cut off must have been free."""
+        ages = self.ages
+        if num_blocks > len(ages):
+            ages.extend(bytes([EMPTY]) * (num_blocks - len(ages)))
+        else:
+            del ages[num_blocks:]
+        self._hand = 1
+        self._cursor = 1
+
+    def _store(self, first: i64, end: i64, age: i64) -> None:
+        if end == first + 1:
+            self.ages[first] = age
+        elif age == IN_USE:
+            self.ages[first:end] = bytes(end - first)
+        else:
+            self.ages[first:end] = _BYTES_BY_AGE[age] * (end - first)
+
+    def _set_width(self, num_free_blocks: i64) -> None:
+        self._width = max(1, num_free_blocks // _GENERATIONS, len(self.ages) // _MAX_GENERATIONS)
+
+    def _renumber(self) -> None:
+        """Move all ages down by half their range, or more if a batch was large; the oldest become one."""
+        down = self.now - 2 * _GENERATIONS
+        table = bytearray(range(256))
+        for age in range(EMPTY + 1, 256):
+            table[age] = max(EMPTY + 1, age - down)
+        self.ages = self.ages.translate(table)
+        self.now = 2 * _GENERATIONS
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def list_runs(self) -> list[int]:
+        """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
+        return [len(run) for run in self.ages.split(bytes([IN_USE])) if run]
+
+    def choose(
+        self, blocks: tuple[KVCacheBlock, ...], queue: FreeKVCacheBlockQueue, next_id: int, num_blocks: int
+    ) -> list[KVCacheBlock]:
+        """Choose `num_blocks` free blocks that make long runs. They count as in use from here on.
+
+        Args:
+            blocks: all blocks of the pool.
+            next_id: what can be had from this id on comes first; 0 for nowhere.
+        Returns:
+            Run after run, each by id: first from `next_id`, then pieces that are old enough, then, for want
+            of those, what is next in the queue. Fewer blocks only where not so many in the queue are ours.
+        """
+        chosen: list[KVCacheBlock] = []
+        ages = self.ages
+        owner = blocks[0]._owner
+        head = queue.fake_free_list_head.next_free_block
+        max_age: i64 = max(EMPTY, self.now - _GENERATIONS + self._num_early)
+        if head is not None and 0 < head.block_id < len(ages):
+            # Where use grows, the front of the queue is younger than so many turnovers ago.
+            oldest: i64 = max(EMPTY + 1, ages[head.block_id])
+            max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // _GENERATIONS)
+        need: i64 = num_blocks
+        first: i64 = next_id
+        if 0 < first < len(ages):
+            age: i64 = ages[first]
+            if age != IN_USE and age <= max_age:
+                end: i64 = first + 1
+                if need > 1:
+                    window = ages[first : first + need].translate(self._table_for(max_age))
+                    length: i64 = window.find(IN_USE)
+                    end = first + (len(window) if length < 0 else length)
+                chosen.extend(blocks[first:end])
+                self._store(first, end, IN_USE)
+                need -= end - first
+        if need > 1:
+            pieces = self.sweep(need, max_age)
+            position: i64 = 0
+            while position < len(pieces):
+                first = pieces[position]
+                end = pieces[position + 1]
+                chosen.extend(blocks[first:end])
+                self._store(first, end, IN_USE)
+                need -= end - first
+                position += 2
+        if need > 0:
+            rest: list[int] = []
+            block = head
+            tail = queue.fake_free_list_tail
+            while need > 0 and block is not None and block is not tail:
+                if block._owner is owner and ages[block.block_id] != IN_USE:
+                    rest.append(block.block_id)
+                    need -= 1
+                block = block.next_free_block
+            rest.sort()
+            others = [blocks[block_id] for block_id in rest]
+            self.note_taken(others, owner)
+            chosen.extend(others)
+        return chosen
+
+    def sweep(self, num_blocks: int, max_age: int) -> list[int]:
+        """Up to `num_blocks` free ids in long pieces, none used later than `max_age`, at the sweeping hand.
+
+        Returns:
+            The pieces as [first, end, first, end, ...], disjoint; none shorter than 8 blocks unless it is
+            the last that is needed. Fewer blocks than asked for, or none, are an answer.
+
+        The hand goes round by id, as a clock's: what was taken together comes up together again, as old as
+        everything beside it, so that both runs and eviction order survive. O(num_blocks), at most a bounded
+        number of bytes.
+        """
+        ages = self.ages
+        num_all: i64 = len(ages)
+        table = self._table_for(max_age)
+        pieces: list[int] = []
+        need: i64 = num_blocks
+        at = self._hand
+        left: i64 = min(max(_MAX_SWEEP, 32 * need), num_all - 1)
+        while need > 0 and left > 0:
+            if at >= num_all:
+                at = 1
+            size: i64 = min(max(2 * need, 64), left)
+            window = ages[at : at + size].translate(table)
+            shortest: i64 = min(need, _MIN_PIECE)
+            start: i64 = window.find(_ONES[shortest])
+            if start < 0:
+                step: i64 = len(window)
+                # A piece may begin in this window and end in the next one.
+                if at + step < num_all and step > shortest:
+                    step -= shortest - 1
+                at += step
+                left -= step
+                continue
+            end: i64 = window.find(0, start)
+            if end < 0:
+                end = len(window)
+            end = min(end, start + need)
+            pieces.append(at + start)
+            pieces.append(at + end)
+            need -= end - start
+            at += end
+            left -= end
+        self._hand = at
+        return pieces
+
+    def find_run(self, num_blocks: int, queue: FreeKVCacheBlockQueue) -> int | None:
+        """The first id of `num_blocks` consecutive free ones, or None.
+
+        Of the runs it comes upon, the one whose youngest block was used longest ago; of equally old ones an
+        aligned one: at a multiple of the next power of two, so that its tail and its neighbours stay whole.
+        First come the runs around the oldest free blocks, then all runs, by age. In a pool of up to 65,536
+        blocks one is found if there is one; in a larger one a call looks at so many and the next goes on.
+        """
+        ages = self.ages
+        num_all: i64 = len(ages)
+        wanted: i64 = num_blocks
+        slot: i64 = 1
+        while slot < wanted:
+            slot *= 2
+        best: i64 = -1
+        best_age: i64 = _YOUNGEST + 1
+        oldest: i64 = _YOUNGEST + 1
+        num_guesses: i64 = 0
+        num_walked: i64 = 0
+        first: i64 = 0
+        end: i64 = 0
+        block = queue.fake_free_list_head.next_free_block
+        tail = queue.fake_free_list_tail
+        while block is not None and block is not tail and num_guesses < _MAX_GUESSES:
+            block_id: int = block.block_id  # 32 bits; an int goes with 64
+            block = block.next_free_block
+            num_walked += 1
+            if num_walked > _MAX_WALK:
+                break
+            if first <= block_id < end or block_id >= num_all:
+                continue
+            num_guesses += 1
+            if oldest > _YOUNGEST:
+                oldest = ages[block_id]
+            # Wide enough to hold an aligned place, if the run does.
+            low: i64 = max(1, block_id - wanted - slot)
+            first = ages.rfind(IN_USE, low, block_id) + 1
+            first = max(first, low)
+            high: i64 = min(num_all, block_id + wanted + slot)
+            end = ages.find(IN_USE, block_id, high)
+            if end < 0:
+                end = high
+            if end - first < wanted:
+                continue
+            aligned = (first + slot - 1) // slot * slot
+            if aligned + wanted <= end and self._is_older(aligned, wanted, best_age):
+                best = aligned
+                best_age = max(ages[best : best + wanted])
+            if self._is_older(first, wanted, best_age):
+                best = first
+                best_age = max(ages[best : best + wanted])
+            if self._is_older(end - wanted, wanted, best_age):
+                best = end - wanted
+                best_age = max(ages[best : best + wanted])
+            if best_age <= oldest:
+                return best
+        left: i64 = _MAX_REFINE
+        if best < 0:
+            left = _MAX_SCAN
+            best = self._scan(wanted, slot, _YOUNGEST)
+            if best < 0:
+                self._cursor += _MAX_SCAN - wanted
+                return None
+            best_age = max(ages[best : best + wanted])
+            left -= min(num_all, _MAX_SCAN)
+        # Is there one that is older? By halves, as long as looking is cheap.
+        youngest: i64 = best_age - 1
+        least: i64 = EMPTY
+        while least <= youngest and left >= min(num_all, _MAX_SCAN):
+            age = (least + youngest) // 2
+            left -= min(num_all, _MAX_SCAN)
+            found = self._scan(wanted, slot, age)
+            if found < 0:
+                least = age + 1
+            else:
+                best = found
+                youngest = max(ages[found : found + wanted]) - 1
+        return best
+
+    def _is_older(self, first: i64, num_blocks: i64, age: i64) -> bool:
+        """Is everything in this window older than `age`?"""
+        return not self.ages[first : first + num_blocks].translate(None, _ALL_BYTES[:age])
+
+    def _scan(self, num_blocks: i64, slot: i64, max_age: i64) -> i64:
+        """A run of free ids not used later than `max_age`, aligned if it lies so, or -1; bounded."""
+        ages = self.ages
+        if self._cursor >= len(ages):
+            self._cursor = 1
+        at: i64 = 1 if len(ages) <= _MAX_SCAN else self._cursor
+        window = ages[at : at + _MAX_SCAN].translate(self._table_for(max_age))
+        start: i64 = window.find(_run_of_ones(num_blocks))
+        if start < 0:
+            return -1
+        first = at + start
+        aligned = (first + slot - 1) // slot * slot
+        if aligned != first:
+            beside = window[aligned - at : aligned - at + num_blocks]
+            if len(beside) == num_blocks and beside.find(0) < 0:
+                return aligned
+        return first
+
+    def _table_for(self, max_age: i64) -> bytes:
+        """What translates an age to 1 if it is free and old enough, else to 0."""
+        if max_age != self._table_age:
+            self._table = bytes([0]) + bytes([1]) * max_age + bytes(255 - max_age)
+            self._table_age = max_age
+        return self._table
+
+
+_ALL_BYTES = bytes(range(256))
+_ONES = [bytes([1]) * length for length in range(_MIN_PIECE + 1)]
+
+
+def _run_of_ones(length: i64) -> bytes:
+    return bytes([1]) * length

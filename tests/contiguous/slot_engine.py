@@ -1,0 +1,42 @@
+"""`SlotEngine`: what an engine keeps beside a pool, namely bytes by block id, and block tables of ids."""
+
+from drawing import make_pool
+
+from kv_pool.contiguous.run_pool import RunBlockPool
+
+
+class CopyFailedError(Exception):
+    """The copy that was asked for did not happen, or only a part of it did."""
+
+
+class SlotEngine:
+    """Slots hold strings. `copy` works at once, or after `fail_after` moves not at all."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.slots = {block.block_id: f"nothing in {block.block_id}" for block in pool.blocks}
+        self.fail_after = None
+        self.copies = []
+
+    def write(self, blocks, name):
+        for position, block in enumerate(blocks):
+            self.slots[block.block_id] = f"{name}/{position}"
+
+    def read(self, blocks):
+        return [self.slots[block.block_id] for block in blocks]
+
+    def copy(self, moves):
+        for number, (source, target) in enumerate(moves):
+            if number == self.fail_after:
+                raise CopyFailedError(f"after {number} moves")
+            self.slots[target] = self.slots[source]
+        if self.fail_after is not None and self.fail_after >= len(moves):
+            raise CopyFailedError("after the last move")
+        self.copies.append(list(moves))
+
+
+def make_run_pool(picture, **options):
+    """As `make_pool`, a pool with a run index."""
+    pool = make_pool(picture, RunBlockPool, **options)
+    pool.rebuild_index()
+    return pool

@@ -1,0 +1,351 @@
+"""Moves are applied whole or not at all, and nothing but ids changes."""
+
+import pytest
+from contiguous.slot_engine import CopyFailedError, SlotEngine, make_run_pool
+from drawing import blocks, cache, hash_of, ids, make_request, state
+
+from kv_pool import (
+    BlockHasher,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVCacheManager,
+    OutOfBlocksError,
+    Request,
+)
+from kv_pool.contiguous import invariants
+from kv_pool.contiguous.compaction import apply_moves, pack, pack_if_fragmented, shrink, take_run
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.ids import BlockMove
+from kv_pool.metrics.residency import KVCacheMetricsCollector
+
+PICTURE = "free: 2 3* 6 8 | in use: 1* 4*x2 5 7"
+
+
+def moves(*pairs):
+    return [BlockMove(*pair) for pair in pairs]
+
+
+def make_engine(picture=PICTURE, **options):
+    pool = make_run_pool(picture, **options)
+    engine = SlotEngine(pool)
+    engine.write(pool.blocks, "slot")
+    return pool, engine
+
+
+def test_a_moved_block_takes_the_other_id_and_keeps_everything_else():
+    pool, engine = make_engine(enable_kv_cache_events=True)
+    shared, cached = blocks(pool, 4, 3)
+    before, slots = invariants.Snapshot(pool), dict(engine.slots)
+    planned = moves((4, 2), (3, 8))
+    relocation = apply_moves(pool, planned, engine.copy)
+    assert (shared.block_id, shared.ref_cnt, cached.block_id) == (2, 2, 8)
+    assert state(pool) == "free: 4 8* 6 3 | in use: 1* 2*x2 5 7"
+    assert relocation.moves == planned
+    assert (relocation.epoch, pool.epoch) == (1, 1)
+    invariants.check(pool)
+    invariants.check_relocation(before, pool, relocation)
+    invariants.check_bytes(slots, engine.slots, planned)
+
+
+def test_tables_of_ids_are_remapped_by_one_look_up():
+    pool, engine = make_engine()
+    relocation = apply_moves(pool, moves((4, 2), (7, 8)), engine.copy)
+    remap = relocation.make_remap()
+    assert remap[[1, 4, 5, 7]].tolist() == [1, 2, 5, 8]
+    assert (str(remap.dtype), remap.shape) == ("int32", (9,))
+
+
+def test_no_moves_are_no_epoch_and_no_copy():
+    pool, engine = make_engine()
+    relocation = apply_moves(pool, [], engine.copy)
+    assert (relocation.epoch, relocation.moves, engine.copies) == (0, [], [])
+    assert relocation.make_remap().tolist() == list(range(9))
+
+
+def test_a_cached_target_is_evicted_before_it_is_copied_over():
+    pool, engine = make_engine(enable_kv_cache_events=True)
+    apply_moves(pool, moves((5, 3)), engine.copy)
+    assert len(pool.take_events()) == 1
+    assert pool.get_cached_block(hash_of(3), [0]) is None
+    invariants.check(pool)
+
+
+# ---- C1 to C3: moves that may not be ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error", "broken"),
+    [
+        ([(4, 2), (4, 6)], InvalidArgumentError, "C1: block 4"),
+        ([(4, 2), (5, 2)], InvalidArgumentError, "C1: block 2"),
+        ([(4, 2), (2, 6)], InvalidArgumentError, "C1: block 2"),
+        ([(4, 4)], InvalidArgumentError, "C1: block 4"),
+        ([(6, 2)], InvalidBlockError, "C2: block 6 is neither in use nor cached"),
+        ([(4, 5)], InvalidBlockError, "C2: block 5 is in use"),
+        ([(0, 2)], InvalidBlockError, "C3"),
+        ([(4, 0)], InvalidBlockError, "C3"),
+        ([(4, 9)], InvalidBlockError, "C3"),
+        ([(7, 2)], InvalidBlockError, "C3: block 7 is pinned"),
+        ([(4, 8)], InvalidBlockError, "C3: block 8 is pinned"),
+    ],
+)
+def test_a_move_that_may_not_be_moves_nothing(pairs, error, broken):
+    pool, engine = make_engine()
+    before = invariants.Snapshot(pool)
+    with pytest.raises(error, match=broken):
+        apply_moves(pool, moves(*pairs), engine.copy, pinned={7, 8})
+    assert engine.copies == []
+    invariants.check_nothing_moved(before, pool)
+
+
+def test_content_that_somebody_waits_for_is_never_a_target():
+    pool, engine = make_engine("free: 1 | in use: 2 3")
+    pool.unpin_blocks(blocks(pool, 2), print)
+    with pytest.raises(InvalidBlockError, match="C2: somebody waits for the reuse of block 2"):
+        apply_moves(pool, moves((3, 2)), engine.copy)
+    apply_moves(pool, moves((2, 1)), engine.copy)
+    assert list(pool.get_watched_ids()) == [1]
+
+
+# ---- C4 to C10: each broken once ---------------------------------------------------------------------
+
+
+def test_c4_a_copy_that_reaches_another_slot_is_noticed():
+    pool, engine = make_engine()
+    slots = dict(engine.slots)
+
+    def copy_too_much(planned):
+        engine.copy(planned)
+        engine.slots[7] = "spilled"
+
+    apply_moves(pool, moves((4, 2)), copy_too_much)
+    with pytest.raises(AssertionError, match="C4: slot 7"):
+        invariants.check_bytes(slots, engine.slots, moves((4, 2)))
+
+
+def change_a_reference(pool):
+    pool.blocks[2].ref_cnt += 1
+
+
+def change_the_order(pool):
+    block = pool.free_block_queue.popleft()
+    pool.free_block_queue.append(block)
+
+
+def leave_the_block_list(pool):
+    pool.blocks = (*pool.blocks[:2], pool.blocks[4], pool.blocks[3], pool.blocks[2], *pool.blocks[5:])
+
+
+def leave_a_copy_under_its_old_id(pool):
+    (key,) = (key for key, entry in pool.cached_block_hash_to_block._cache.items() if isinstance(entry, dict))
+    copies = pool.cached_block_hash_to_block._cache[key]
+    copies[99] = copies.pop(2)
+
+
+def leave_a_watcher(pool):
+    pool._reuse_watchers[7] = pool._reuse_watchers.pop(2)
+
+
+def leave_secondary_keys(pool):
+    pool.cached_block_hashes_by_block[7] = pool.cached_block_hashes_by_block.pop(2)
+
+
+def lose_a_key(pool):
+    pool.evict_blocks([1])
+
+
+def send_an_event(pool):
+    pool.kv_event_queue.append("event")
+
+
+def move_another_block(pool):
+    pool.blocks[1].block_id, pool.blocks[7].block_id = 7, 1
+
+
+def forget_the_epoch(pool):
+    pool.epoch -= 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "broken"),
+    [
+        (change_a_reference, "C5"),
+        (change_the_order, "C5"),
+        (leave_the_block_list, "C6"),
+        (leave_a_copy_under_its_old_id, "C6"),
+        (leave_a_watcher, "C6"),
+        (leave_secondary_keys, "C6"),
+        (lose_a_key, "C5|C7"),
+        (send_an_event, "C7"),
+        (move_another_block, "C8"),
+        (forget_the_epoch, "C8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_c5_to_c8_damage_after_a_move_is_noticed(damage, broken):
+    pool, engine = make_engine(enable_kv_cache_events=True)
+    cache(pool, pool.blocks[7], 4)  # a second copy of what block 4 holds
+    pool.cache_partial_block(make_request([b"more"]), pool.blocks[4], 4, 0, 4)
+    pool._reuse_watchers[4] = print
+    before = invariants.Snapshot(pool)
+    relocation = apply_moves(pool, moves((4, 2), (3, 8)), engine.copy)
+    invariants.check_relocation(before, pool, relocation)
+    invariants.check(pool)
+    damage(pool)
+    with pytest.raises(AssertionError, match=f"^({broken}): "):
+        invariants.check_relocation(before, pool, relocation)
+
+
+def test_c9_a_write_into_the_old_slot_that_overtakes_the_copy_is_noticed():
+    pool, engine = make_engine("free: 1 | in use: 2")
+    queued = []  # the engine's stream: work in the order it was queued
+
+    def queue_copy(planned):
+        queued.append(lambda: engine.copy(planned))
+
+    slots, planned = dict(engine.slots), moves((2, 1))
+    apply_moves(pool, planned, queue_copy)
+    (taken,) = pool.get_new_blocks(1)
+    assert taken.block_id == 2
+    queued.append(lambda: engine.write([taken], "new"))
+    for work in queued:
+        work()
+    assert engine.read(blocks(pool, 1)) == [slots[2]]
+    overtaken = SlotEngine(pool)
+    overtaken.slots = dict(slots)
+    overtaken.write([taken], "new")
+    overtaken.copy(planned)
+    with pytest.raises(AssertionError, match="C4: slot 1"):
+        invariants.check_bytes(slots, overtaken.slots, planned)
+
+
+@pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
+def test_c10_a_copy_that_fails_at_any_point_moves_nothing(fail_after):
+    pool, engine = make_engine(enable_kv_cache_events=True)
+    before = invariants.Snapshot(pool)
+    engine.fail_after = fail_after
+    with pytest.raises(CopyFailedError):
+        apply_moves(pool, moves((4, 2), (5, 6), (7, 8)), engine.copy)
+    invariants.check_nothing_moved(before, pool)
+    invariants.check(pool)
+    assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
+
+
+def test_c10_ids_that_were_swapped_before_the_copy_are_noticed():
+    pool, engine = make_engine()
+    before = invariants.Snapshot(pool)
+    engine.fail_after = 0
+    pool.swap_block_ids([(4, 2)])
+    with pytest.raises(CopyFailedError):
+        engine.copy(moves((4, 2)))
+    with pytest.raises(AssertionError, match=r"^C10: "):
+        invariants.check_nothing_moved(before, pool)
+
+
+# ---- what is kept by id elsewhere --------------------------------------------------------------------
+
+
+def test_the_oldest_of_several_copies_stays_the_one_that_is_found():
+    pool = make_run_pool("free: 1 2 | in use: 3 4 5")
+    for block in blocks(pool, 5, 4, 3):
+        cache(pool, block, 7)
+    oldest = pool.blocks[5]
+    apply_moves(pool, moves((5, 1), (3, 2)), SlotEngine(pool).copy)
+    assert pool.get_cached_block(hash_of(7), [0]) == [oldest]
+    pool.evict_blocks([oldest.block_id])
+    assert ids(pool.get_cached_block(hash_of(7), [0])) == [4]
+    invariants.check(pool)
+
+
+def test_a_watcher_is_told_of_its_block_under_the_new_id():
+    pool, engine = make_engine("free: 1 | in use: 2 3")
+    told = []
+    watched = pool.blocks[2]
+    pool.unpin_blocks([watched], told.append)
+    apply_moves(pool, moves((2, 1)), engine.copy)
+    pool.get_new_blocks(2)
+    assert told == [watched]
+
+
+def test_a_metrics_collector_follows_a_block_to_its_new_id():
+    collector = KVCacheMetricsCollector(1.0)
+    pool = RunBlockPool(4, True, 4, metrics_collector=collector)
+    pool.get_new_blocks(3)
+    followed = collector.block_metrics[3]
+    pool.free_blocks(blocks(pool, 1))
+    apply_moves(pool, moves((3, 1)), SlotEngine(pool).copy)
+    assert collector.block_metrics[1] is followed
+
+
+def test_a_manager_finds_the_same_prefix_before_and_after():
+    pool = RunBlockPool(40, True, 4)
+    manager = KVCacheManager(pool)
+    hasher = BlockHasher(block_size=4)
+    requests = [Request(str(number), range(number * 100, number * 100 + 22), hasher) for number in range(4)]
+    for request in requests:
+        manager.allocate_slots(request, 22)
+    engine = SlotEngine(pool)
+    for request in requests:
+        engine.write(manager._tables[request.request_id].blocks, request.request_id)
+    for request in requests[:3]:
+        manager.free(request)
+    found = [manager.get_computed_blocks(request) for request in requests]
+    read = [engine.read(prefix.blocks) for prefix in found]
+    assert pack(pool, engine.copy)
+    again = [manager.get_computed_blocks(request) for request in requests]
+    assert [prefix.blocks for prefix in again] == [prefix.blocks for prefix in found]
+    assert [engine.read(prefix.blocks) for prefix in again] == read
+    assert sorted(manager.get_block_ids("3")) == [1, 2, 3, 4, 5, 6]
+
+
+# ---- packing, taking a run, shrinking ----------------------------------------------------------------
+
+
+def test_packing_brings_fragmentation_to_nothing_and_tells_each_round():
+    pool, engine = make_engine("free: 1* 3 5 7* 9 | in use: 2 4 6 8 10")
+    told = []
+    relocations = pack(pool, engine.copy, on_moved=told.append)
+    assert told == relocations
+    assert [relocation.epoch for relocation in relocations] == list(range(1, len(relocations) + 1))
+    assert pool.list_free_runs() == [5]
+    assert pool.get_cached_block(hash_of(1), [0]) is not None
+    assert pool.get_cached_block(hash_of(7), [0]) is not None
+
+
+def test_only_a_fragmented_pool_is_packed():
+    pool, engine = make_engine("free: 1 2 4 | in use: 3")
+    assert pack_if_fragmented(pool, engine.copy, run_length=2, threshold=0.5) == []
+    assert pack_if_fragmented(pool, engine.copy, run_length=2, threshold=0.1)
+    assert pool.list_free_runs() == [3]
+
+
+def test_room_is_made_for_a_run_that_is_not_there():
+    pool, engine = make_engine("free: 1 3 5 | in use: 2 4 6")
+    told = []
+    assert ids(take_run(pool, 2, engine.copy, told.append)) == [1, 2]
+    assert told[0].moves == [(2, 3)]
+    invariants.check(pool)
+    with pytest.raises(OutOfBlocksError):
+        take_run(pool, 2, engine.copy, told.append)
+
+
+def test_a_run_that_is_there_moves_nothing():
+    pool, engine = make_engine("free: 1 2 | in use: 3")
+    assert ids(take_run(pool, 2, engine.copy, print)) == [1, 2]
+    assert (engine.copies, pool.epoch) == ([], 0)
+
+
+def test_pinned_blocks_can_leave_no_room_for_a_run():
+    pool, engine = make_engine("free: 1 3 | in use: 2")
+    assert take_run(pool, 2, engine.copy, print, pinned=[2]) is None
+
+
+def test_a_pool_shrinks_after_its_top_is_drained():
+    pool, engine = make_engine("free: 1 2 5* | in use: 3 4* 6")
+    kept = pool.blocks[6]
+    relocation = shrink(pool, 2, engine.copy)
+    assert relocation.moves == [(6, 1), (5, 2)]
+    assert state(pool) == "free: 2* | in use: 1 3 4*"
+    assert engine.read([kept]) == ["slot/6"]
+    assert pool.get_cached_block(hash_of(5), [0]) is not None
+    invariants.check(pool)

@@ -1,0 +1,53 @@
+"""Each of R1 to R3 is broken by hand, and its check names it. C1 to C10: test_compaction.py."""
+
+import pytest
+from contiguous.slot_engine import make_run_pool
+
+from kv_pool import CorruptedPoolError
+from kv_pool.contiguous import invariants
+
+PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
+
+
+def lose_a_byte(pool):
+    pool.run_index.ages.pop()
+
+
+def miss_a_free_block(pool):
+    pool.run_index.ages[3] = 0
+
+
+def miss_a_block_in_use(pool):
+    pool.run_index.ages[4] = 1
+
+
+def list_the_null_block(pool):
+    pool.run_index.ages[0] = 1
+
+
+def let_the_front_be_younger(pool):
+    pool.run_index.ages[1] = pool.run_index.ages[2] + 1
+
+
+def see_the_future(pool):
+    pool.run_index.ages[2] = 255
+
+
+@pytest.mark.parametrize(
+    ("damage", "broken"),
+    [
+        (lose_a_byte, "R1"),
+        (miss_a_free_block, "R1"),
+        (miss_a_block_in_use, "R1"),
+        (list_the_null_block, "R1"),
+        (let_the_front_be_younger, "R2"),
+        (see_the_future, "R3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_the_check_bites(damage, broken):
+    pool = make_run_pool(PICTURE)
+    invariants.check(pool)
+    damage(pool)
+    with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
+        invariants.check(pool)

@@ -1,0 +1,179 @@
+"""Which moves are planned: none too many, none that may not be."""
+
+import itertools
+import random
+
+import pytest
+from contiguous.slot_engine import SlotEngine, make_run_pool
+from drawing import blocks, cache, state
+
+from kv_pool import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.contiguous.compaction import apply_moves, check_moves
+from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_pack
+from kv_pool.contiguous.run_pool import RunBlockPool
+
+
+def make_random_pool(rng, num_blocks, cached_share=0.3):
+    """Some blocks in use, some cached, some empty, in no order."""
+    pool = RunBlockPool(num_blocks, True, 4)
+    held = pool.get_new_blocks(num_blocks - 1)
+    for block in held:
+        if rng.random() < cached_share:
+            cache(pool, block)
+    rng.shuffle(held)
+    for block in held[: rng.randrange(num_blocks)]:
+        pool.free_blocks([block])
+    return pool
+
+
+def in_use(pool):
+    return [block.block_id for block in pool.blocks[1:] if block.ref_cnt]
+
+
+# ---- pack ----------------------------------------------------------------------------------------
+
+
+def test_a_packed_pool_needs_no_moves():
+    assert plan_pack(make_run_pool("free: 3 4* 5 | in use: 1 2")) == []
+
+
+def test_blocks_in_use_go_from_the_highest_ids_to_the_lowest_empty_ones():
+    pool = make_run_pool("free: 1 3 5 | in use: 2 4 6 7")
+    assert plan_pack(pool) == [(7, 1), (6, 3)]
+
+
+def test_cached_blocks_give_way_first_and_their_place_is_taken_next():
+    pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
+    engine = SlotEngine(pool)
+    assert plan_pack(pool) == [(1, 5)]
+    apply_moves(pool, plan_pack(pool), engine.copy)
+    assert plan_pack(pool) == [(4, 1)]
+    apply_moves(pool, plan_pack(pool), engine.copy)
+    assert plan_pack(pool) == [(2, 4)]
+    apply_moves(pool, plan_pack(pool), engine.copy)
+    assert plan_pack(pool) == [(3, 2)]
+    apply_moves(pool, plan_pack(pool), engine.copy)
+    assert plan_pack(pool) == []
+    assert state(pool) == "free: 5* 4* 3 | in use: 1 2"
+
+
+def test_with_a_full_cache_nothing_moves_unless_something_may_be_evicted():
+    pool = make_run_pool("free: 2* 1* | in use: 3")
+    assert plan_pack(pool) == []
+    assert plan_pack(pool, max_evictions=2) == [(3, 1)]
+    assert plan_pack(pool, max_evictions=1) == [(1, 2)]
+
+
+def test_pinned_blocks_stay_and_nothing_goes_over_them():
+    pool = make_run_pool("free: 1 2 | in use: 3 4")
+    assert plan_pack(pool, pinned=[4, 1]) == [(3, 2)]
+
+
+def test_content_that_somebody_waits_for_is_not_overwritten():
+    pool = make_run_pool("free: 2 | in use: 1 3")
+    pool.unpin_blocks(blocks(pool, 1), print)
+    assert plan_pack(pool) == [(1, 2)]
+
+
+def test_a_plan_can_be_bounded():
+    pool = make_run_pool("free: 1 2 3 | in use: 4 5 6")
+    assert plan_pack(pool, max_moves=2) == [(6, 1), (5, 2)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_pack_of_a_pool_without_cache_is_the_least_number_of_moves(seed):
+    rng = random.Random(seed)
+    pool = make_random_pool(rng, rng.randrange(4, 10), cached_share=0)
+    pinned = [block_id for block_id in range(1, pool.num_gpu_blocks) if rng.random() < 0.2]
+    moves = plan_pack(pool, pinned=pinned)
+    check_moves(pool, moves, pinned)
+    used = set(in_use(pool)) - set(pinned)
+    packed = (used - {move.source for move in moves}) | {move.target for move in moves}
+    places = [block_id for block_id in range(1, pool.num_gpu_blocks) if block_id not in pinned]
+    assert packed == set(places[: len(used)])
+    fewest = min(
+        (
+            len(set(choice) - used)
+            for choice in itertools.combinations(places, len(used))
+            if max(choice, default=0) == max(packed, default=0)
+        ),
+        default=0,
+    )
+    assert len(moves) == fewest
+
+
+# ---- clear a run ---------------------------------------------------------------------------------
+
+
+def test_the_window_with_least_in_use_is_cleared():
+    pool = make_run_pool("free: 1 4 5 7 | in use: 2 3 6 8")
+    assert plan_clear_run(pool, 3) == (3, [(3, 1)])
+
+
+def test_cached_blocks_move_out_too_while_there_is_room():
+    pool = make_run_pool("free: 2* 4 5 | in use: 1 3 6 7")
+    assert plan_clear_run(pool, 2) == (4, [])
+    pool = make_run_pool("free: 5* 1 2 4 | in use: 3 6")
+    assert plan_clear_run(pool, 3) == (1, [(3, 4)])
+
+
+def test_where_nothing_is_empty_blocks_go_over_what_is_evicted_next():
+    pool = make_run_pool("free: 4* 1* | in use: 2 3")
+    assert plan_clear_run(pool, 2) == (1, [(2, 4)])
+
+
+def test_a_window_with_a_pinned_block_is_never_cleared():
+    pool = make_run_pool("free: 1 3 4 | in use: 2 5 6")
+    assert plan_clear_run(pool, 3, pinned=[2]) == (3, [(5, 1)])
+    assert plan_clear_run(pool, 3, pinned=[2, 5]) is None
+
+
+def test_no_window_can_be_cleared_without_room_outside():
+    assert plan_clear_run(make_run_pool("free: 1 | in use: 2 3"), 2) is None
+    assert plan_clear_run(make_run_pool("free: 1"), 5) is None
+    with pytest.raises(InvalidArgumentError):
+        plan_clear_run(make_run_pool("free: 1"), 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_its_moves_a_cleared_window_is_free(seed):
+    rng = random.Random(seed)
+    pool = make_random_pool(rng, rng.randrange(4, 40))
+    pinned = [block_id for block_id in range(1, pool.num_gpu_blocks) if rng.random() < 0.1]
+    length = rng.randrange(1, 6)
+    clearance = plan_clear_run(pool, length, pinned=pinned)
+    if clearance is None:
+        return
+    first, moves = clearance
+    apply_moves(pool, moves, SlotEngine(pool).copy, pinned=pinned)
+    window = range(first, first + length)
+    assert all(pool.blocks[block_id].ref_cnt == 0 for block_id in window)
+    assert not set(pinned).intersection(window)
+
+
+# ---- drain ---------------------------------------------------------------------------------------
+
+
+def test_what_is_in_use_goes_below_the_bar():
+    pool = make_run_pool("free: 1 3 6 | in use: 2 4 5")
+    assert plan_drain(pool, 3) == [(4, 1), (5, 3)]
+
+
+def test_cached_blocks_go_into_what_is_left_last_used_first():
+    pool = make_run_pool("free: 1 2 5* 6* | in use: 3 4")
+    assert plan_drain(pool, 3) == [(4, 1), (6, 2)]
+
+
+def test_blocks_in_use_go_over_cached_ones_where_nothing_is_empty():
+    pool = make_run_pool("free: 2* 1* 4* | in use: 3 5")
+    assert plan_drain(pool, 2) == [(5, 2)]
+
+
+def test_what_does_not_fit_below_is_not_drained():
+    pool = make_run_pool("free: 1 4 | in use: 2 3 5 6")
+    with pytest.raises(OutOfBlocksError, match="2 blocks are in use among the highest 3, 1 are free below"):
+        plan_drain(pool, 3)
+    with pytest.raises(InvalidBlockError, match="block 6 is pinned"):
+        plan_drain(pool, 3, pinned=[6])
+    with pytest.raises(InvalidArgumentError):
+        plan_drain(pool, 7)

@@ -1,0 +1,299 @@
+"""A pool that hands out consecutive ids."""
+
+import random
+
+import pytest
+from contiguous.slot_engine import make_run_pool
+from drawing import blocks, cache, hash_of, ids, state
+
+from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, KVCacheBlock, OutOfBlocksError
+from kv_pool.contiguous import invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+
+# ---- runs on request -----------------------------------------------------------------------------
+
+
+def test_a_run_is_consecutive_and_nothing_beyond_it_is_taken():
+    pool = make_run_pool("free: 1 2 3 4 5 6 7 8")
+    assert ids(pool.get_new_run(3)) == [4, 5, 6]
+    assert pool.get_num_free_blocks() == 5
+    invariants.check(pool)
+
+
+def test_aligned_slots_come_first_among_equally_old_ones():
+    pool = RunBlockPool(65, True, 4)
+    assert ids(pool.get_new_run(5))[0] == 8
+    assert ids(pool.get_new_run(16))[0] == 16
+    assert ids(pool.get_new_run(3))[0] == 4
+
+
+def test_neighbours_that_are_freed_make_a_run_again():
+    pool = make_run_pool("free: | in use: 1 2 3 4")
+    pool.free_blocks(blocks(pool, 2, 4, 1))
+    assert pool.get_new_run(3) is None
+    pool.free_blocks(blocks(pool, 3))
+    assert ids(pool.get_new_run(4)) == [1, 2, 3, 4]
+
+
+def test_of_two_runs_the_one_is_taken_whose_youngest_block_was_used_longest_ago():
+    pool = make_run_pool("free: 1* 4* 5* 2* | in use: 3 6")
+    assert ids(pool.get_new_run(2)) == [4, 5]
+    assert state(pool) == "free: 1* 2* | in use: 3 4 5 6"
+
+
+def test_an_empty_run_goes_before_a_cached_one_wherever_it_is_in_the_queue():
+    pool = make_run_pool("free: 1* 2* 4 5 | in use: 3")
+    assert ids(pool.get_new_run(2)) == [4, 5]
+
+
+def test_the_oldest_run_is_found_far_behind_the_front_of_the_queue():
+    singles = range(2, 200, 2)
+    picture = " ".join(f"{block_id}*" for block_id in singles)
+    used = " ".join(str(block_id) for block_id in range(1, 200, 2))
+    pool = make_run_pool(f"free: {picture} 202* 203* 205* 206* | in use: {used} 200 201 204")
+    assert ids(pool.get_new_run(2)) == [202, 203]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_run_would_have_cost_a_block_that_is_used_longer_ago(seed):
+    rng = random.Random(seed)
+    pool = RunBlockPool(rng.randrange(20, 80), True, 4)
+    held = pool.get_new_blocks(pool.get_num_free_blocks())
+    for number in range(len(held)):
+        if rng.random() < 0.8:
+            cache(pool, held[number], number)
+    rng.shuffle(held)
+    for block in held[: len(held) * 3 // 4]:
+        pool.free_blocks([block])
+    ages = bytes(pool.run_index.ages)
+    length = rng.randrange(1, 6)
+    windows = [ages[first : first + length] for first in range(1, len(ages) - length + 1)]
+    possible = [max(window) for window in windows if min(window)]
+    taken = pool.get_new_run(length)
+    if taken is None:
+        assert not possible
+    else:
+        first = taken[0].block_id
+        assert ids(taken) == list(range(first, first + length))
+        assert max(ages[first : first + length]) == min(possible)
+    invariants.check(pool)
+
+
+def test_scattered_free_blocks_are_an_answer_and_change_nothing():
+    picture = "free: 1 3* 5 | in use: 2 4"
+    pool = make_run_pool(picture)
+    assert pool.get_new_run(2) is None
+    assert state(pool) == picture
+
+
+def test_a_run_longer_than_what_is_free_is_refused():
+    pool = make_run_pool("free: 1 2 | in use: 3")
+    with pytest.raises(OutOfBlocksError, match="a run of 3 blocks, 2 are free of 3"):
+        pool.get_new_run(3)
+
+
+def test_a_run_of_none_is_empty():
+    assert make_run_pool("free: 1").get_new_run(0) == []
+
+
+@pytest.mark.parametrize(("count", "error"), [(-1, InvalidArgumentError), ("2", InvalidTypeError)])
+def test_a_length_that_can_not_be_meant_is_refused(count, error):
+    with pytest.raises(error):
+        make_run_pool("free: 1 2").get_new_run(count)
+
+
+def test_taking_a_cached_run_evicts_it():
+    pool = make_run_pool("free: 1* 2* 3*", enable_kv_cache_events=True)
+    pool.get_new_run(2)
+    assert len(pool.take_events()) == 2
+    assert sum(pool.get_cached_block(hash_of(n), [0]) is not None for n in (1, 2, 3)) == 1
+
+
+def test_a_large_pool_is_searched_a_part_at_a_time():
+    pool = RunBlockPool(300_001, True, 16, early_share=0.0)
+    held = pool.get_new_blocks(300_000)
+    pool.free_blocks(held[1:280_000:2] + held[290_000:290_004])
+    answers = [pool.get_new_run(4) for _ in range(6)]
+    found = [answer for answer in answers if answer]
+    assert [ids(answer) for answer in found] == [list(range(290_001, 290_005))]
+
+
+# ---- runs preferred ------------------------------------------------------------------------------
+
+
+def test_blocks_come_in_runs_from_what_is_old():
+    pool = make_run_pool("free: 5 9 3 4 1 7 | in use: 2 6 8")
+    assert ids(pool.get_new_blocks(3)) == [3, 4, 5]
+
+
+def test_a_young_block_is_not_evicted_for_the_sake_of_a_run():
+    pool = RunBlockPool(101, True, 4, early_share=0.1)
+    held = pool.get_new_blocks(100)
+    for block in held:
+        cache(pool, block)
+    order = random.Random(0).sample(held, 100)
+    for block in order:
+        pool.free_blocks([block])
+    taken = pool.get_new_blocks(5)
+    assert max(order.index(block) for block in taken) < 20
+
+
+def test_what_does_not_come_in_runs_is_taken_in_eviction_order():
+    singles = " ".join(f"{block_id}*" for block_id in range(19, 0, -2))
+    pool = make_run_pool(f"free: {singles} | in use: " + " ".join(map(str, range(2, 20, 2))))
+    assert ids(pool.get_new_blocks(3)) == [15, 17, 19]
+
+
+def test_a_sequence_grows_into_the_ids_after_it():
+    pool = make_run_pool("free: 1 2 3 5 6 | in use: 4")
+    assert ids(pool.get_new_blocks_after(pool.blocks[4], 1)) == [5]
+    assert ids(pool.get_new_blocks_after(pool.blocks[5], 3)) == [6, 1, 2]
+    assert state(pool) == "free: 3 | in use: 1 2 4 5 6"
+
+
+def test_a_sequence_does_not_grow_into_what_was_used_lately():
+    pool = RunBlockPool(12, True, 4, early_share=0.1)
+    held = pool.get_new_blocks(11)
+    for block in held:
+        cache(pool, block)
+    pool.free_blocks(blocks(pool, 1, 2, 3, 7, 8, 9, 10, 11))
+    pool.free_blocks(blocks(pool, 5))
+    assert ids(pool.get_new_blocks_after(pool.blocks[4], 1)) != [5]
+
+
+@pytest.mark.parametrize("call", ["get_new_blocks", "get_new_blocks_after"])
+def test_asking_for_more_than_is_free_changes_nothing(call):
+    picture = "free: 1 2 | in use: 3"
+    pool = make_run_pool(picture)
+    arguments = [pool.blocks[3]] if call == "get_new_blocks_after" else []
+    with pytest.raises(OutOfBlocksError, match="asked for 3 blocks, 2 are free"):
+        getattr(pool, call)(*arguments, 3)
+    assert state(pool) == picture
+    invariants.check(pool)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_outside_0_to_1_is_refused(share):
+    with pytest.raises(InvalidArgumentError, match="early_share"):
+        RunBlockPool(8, True, 4, early_share=share)
+
+
+# ---- the index -----------------------------------------------------------------------------------
+
+
+def test_a_watcher_that_raises_leaves_pool_and_index_in_agreement():
+    pool = make_run_pool("free: 3 4 | in use: 1* 2")
+
+    def refuse(block):
+        raise KeyError(block.block_id)
+
+    pool.unpin_blocks(blocks(pool, 1, 2), refuse)
+    with pytest.raises(KeyError):
+        pool.get_new_run(4)
+    assert pool.get_num_free_blocks() == 4
+    invariants.check(pool)
+
+
+def test_content_that_somebody_waits_for_counts_as_used():
+    pool = make_run_pool("free: 1 2 3* | in use: 4 5")
+    pool.unpin_blocks(blocks(pool, 4, 5), print)
+    assert ids(pool.get_new_run(2)) == [1, 2]
+    pool.rebuild_index()
+    assert pool.run_index.ages[4] > 1
+
+
+def test_a_queue_that_was_edited_by_hand_is_noticed_when_a_run_is_taken():
+    pool = make_run_pool("free: 1 2 3 4")
+    taken = pool.free_block_queue.popleft_n(2)
+    for block in taken:
+        block.ref_cnt = 1
+    assert ids(pool.get_new_run(2)) == [3, 4]
+    invariants.check(pool)
+
+
+def test_bare_and_foreign_blocks_are_not_in_the_index():
+    pool = make_run_pool("free: 1 2 3 | in use: 4")
+    other = make_run_pool("free: | in use: 1 2")
+    bare = KVCacheBlock(4, ref_cnt=1)
+    pool.free_blocks([other.blocks[1], bare])
+    assert pool.run_index.ages[4] == 0
+    assert pool.run_index.ages[1] == 1
+    invariants.check(other)
+    assert ids(pool.get_new_blocks(4)) == [4, 1, 2, 3]
+
+
+def test_evicting_and_resetting_make_blocks_worth_nothing():
+    pool = make_run_pool("free: 1* 2* 3* | in use: 4*")
+    pool.evict_blocks(iter([2, 4]))
+    assert list(pool.run_index.ages)[2:] == [1, pool.run_index.ages[3], 0]
+    assert not pool.reset_prefix_cache()
+    pool.free_blocks(blocks(pool, 4))
+    assert pool.reset_prefix_cache()
+    assert list(pool.run_index.ages) == [0, 1, 1, 1, 1]
+    invariants.check(pool)
+
+
+@pytest.mark.parametrize("num_blocks", [4, 40, 400])
+def test_ages_stay_in_order_when_they_are_moved_down(num_blocks):
+    pool = RunBlockPool(num_blocks, True, 4)
+    rng = random.Random(num_blocks)
+    for number in range(2_000):
+        taken = pool.get_new_blocks(rng.randrange(1, num_blocks))
+        for position, block in enumerate(taken):
+            cache(pool, block, number * num_blocks + position)
+        pool.free_blocks(taken[::-1])
+        if number % 50 == 0:
+            invariants.check(pool)
+    assert pool.run_index.now <= 255
+
+
+# ---- counting ------------------------------------------------------------------------------------
+
+
+def test_runs_and_fragmentation_are_counted_over_maximal_free_runs():
+    pool = make_run_pool("free: 1 2* 3 5 7 8 | in use: 4 6")
+    assert pool.list_free_runs() == [3, 1, 2]
+    assert [pool.count_runs(length) for length in (1, 2, 3, 4)] == [6, 2, 1, 0]
+    assert pool.get_fragmentation_rate(1) == 0
+    assert pool.get_fragmentation_rate(2) == pytest.approx(1 - 4 / 6)
+    assert pool.get_fragmentation_rate() == 1
+    with pytest.raises(InvalidArgumentError):
+        pool.count_runs(0)
+
+
+# ---- other sizes ---------------------------------------------------------------------------------
+
+
+def test_a_pool_grows_by_free_blocks_that_are_next():
+    pool = make_run_pool("free: 1* | in use: 2")
+    pool.grow(2)
+    assert state(pool) == "free: 3 4 1* | in use: 2"
+    invariants.check(pool)
+    assert ids(pool.get_new_run(2)) == [3, 4]
+    with pytest.raises(InvalidArgumentError):
+        pool.grow(-1)
+
+
+def test_a_pool_shrinks_by_free_blocks_that_are_evicted():
+    pool = make_run_pool("free: 1* 4* 3 | in use: 2", enable_kv_cache_events=True)
+    told = []
+    pool._reuse_watchers[3] = told.append
+    removed = pool.blocks[3]
+    pool.shrink(2)
+    assert state(pool) == "free: 1* | in use: 2"
+    assert told == [removed]
+    assert len(pool.take_events()) == 1
+    invariants.check(pool)
+    with pytest.raises(InvalidBlockError):
+        pool.touch([removed])
+
+
+def test_a_pool_does_not_shrink_by_blocks_in_use():
+    pool = make_run_pool("free: 1* 4* 3 | in use: 2")
+    with pytest.raises(InvalidBlockError, match="block 2 is in use"):
+        pool.shrink(3)
+    assert state(pool) == "free: 1* 4* 3 | in use: 2"
+    for wrong in (-1, 5):
+        with pytest.raises(InvalidArgumentError):
+            pool.shrink(wrong)
+    invariants.check(pool)
