@@ -103,7 +103,7 @@ class RunBlockPool(BlockPool):
             )
         if num_blocks == 0:
             return []
-        first = self.run_index.find_run(num_blocks, self.free_block_queue)
+        first = self.run_index.find_run(num_blocks)
         if first is None:
             return None
         taken = list(self.blocks[first : first + num_blocks])
