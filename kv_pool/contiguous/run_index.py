@@ -23,6 +23,7 @@ _MIN_PIECE = 8
 # Bounds of one search, in bytes; see benchmarks/bench_runs.py for what they cost and find.
 _MAX_SWEEP = 4_096
 _MAX_SCAN = 65_536
+_MAX_SCANS = 3
 
 
 class FreeRunIndex:
@@ -151,10 +152,13 @@ class FreeRunIndex:
         """All blocks have lost their content."""
         self.ages = self.ages.translate(_ANY_AGE)
 
-    def swap(self, first_id: int, second_id: int) -> None:
-        """The blocks with these ids have exchanged them."""
+    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The two blocks of each pair have exchanged their ids."""
         ages = self.ages
-        ages[first_id], ages[second_id] = ages[second_id], ages[first_id]
+        for first_id, second_id in pairs:
+            age = ages[first_id]
+            ages[first_id] = ages[second_id]
+            ages[second_id] = age
 
     def resize(self, num_blocks: int) -> None:
         """The pool has so many blocks now; new ones are free and empty. Those cut off must have been free."""
@@ -300,9 +304,17 @@ class FreeRunIndex:
 
         Of all such runs, the one whose youngest block was used longest ago; of equally old ones an aligned
         one, at a multiple of the next power of two, so that its tail and its neighbours stay whole; of those
-        the lowest. So in pools of up to 65,536 blocks. In larger ones a call looks at so many, from the
-        sweeping hand on, and where it finds none the next call goes on.
+        the lowest. So in pools of up to 65,536 blocks. In larger ones so many are looked at from the sweeping
+        hand on; where none is found the next so many, twice; and the next call goes on from there.
         """
+        for _ in range(_MAX_SCANS):
+            first = self._find_best_run(num_blocks)
+            if first or len(self.ages) <= _MAX_SCAN:
+                break
+        return first or None
+
+    def _find_best_run(self, num_blocks: i64) -> i64:
+        """The best run within one scan, or 0."""
         import numpy as np
 
         ages = self.ages
@@ -310,34 +322,34 @@ class FreeRunIndex:
         if len(ages) > _MAX_SCAN:
             at = self._hand if self._hand < len(ages) else 1
         length: i64 = min(len(ages) - at, _MAX_SCAN)
-        wanted: i64 = num_blocks
-        if length < wanted:
+        if length < num_blocks:
             self._hand = 1
-            return None
+            return 0
         # In use becomes 255, younger than all. Then the youngest age of each window, by doubling its width.
         youngest: Any = np.frombuffer(ages, np.uint8, length, at) - 1
         width: i64 = 1
-        while width < wanted:
-            step: i64 = min(width, wanted - width)
+        while width < num_blocks:
+            step: i64 = min(width, num_blocks - width)
             youngest = np.maximum(youngest[:-step], youngest[step:])
             width += step
         best: i64 = int(youngest.argmin())
         age: i64 = int(youngest[best])
         if age == _YOUNGEST:
-            self._hand = at + length - wanted + 1
-            return None
+            if len(ages) > _MAX_SCAN:
+                self._hand = at + length - num_blocks + 1
+            return 0
         slot: i64 = 1
-        while slot < wanted:
+        while slot < num_blocks:
             slot *= 2
-        aligned: Any = youngest[(slot - at) % slot :: slot]
+        to_aligned: i64 = (slot - at % slot) % slot
+        aligned: Any = youngest[to_aligned::slot]
         if len(aligned):
             best_aligned: i64 = int(aligned.argmin())
             if int(aligned[best_aligned]) == age:
-                best = (slot - at) % slot + best_aligned * slot
-        first = at + best
+                best = to_aligned + best_aligned * slot
         if len(ages) > _MAX_SCAN:
-            self._hand = first + wanted
-        return first
+            self._hand = at + best + num_blocks
+        return at + best
 
     def _table_for(self, max_age: i64) -> bytes:
         """What translates an age to 1 if it is free and old enough, else to 0."""
