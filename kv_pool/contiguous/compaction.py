@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
@@ -45,8 +46,8 @@ class Relocation:
 
         remap = np.arange(self.num_blocks, dtype=np.int32)
         if self.moves:
-            pairs = np.array(self.moves, dtype=np.int32)
-            remap[pairs[:, 0]] = pairs[:, 1]
+            pairs = np.fromiter(chain.from_iterable(self.moves), np.int32, 2 * len(self.moves))
+            remap[pairs[::2]] = pairs[1::2]
         return remap
 
 
@@ -76,7 +77,7 @@ def apply_moves(
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     blocks = pool.blocks
-    overwritten = [move.target for move in moves if blocks[move.target].block_hash is not None]
+    overwritten = [target for _, target in moves if blocks[target]._block_hash is not None]
     if overwritten:
         pool.evict_blocks(overwritten)
     copy(moves)
@@ -86,7 +87,7 @@ def apply_moves(
 
 def check_moves(pool: RunBlockPool, moves: Sequence[BlockMove], pinned: Collection[int] = ()) -> None:
     """C1, C2, C3 of `contiguous/invariants.py`. Raises what `apply_moves` raises; changes nothing."""
-    ids = [block_id for move in moves for block_id in move]
+    ids = list(chain.from_iterable(moves))
     chosen = set(ids)
     if len(chosen) != len(ids):
         twice = next(block_id for position, block_id in enumerate(ids) if block_id in ids[:position])
@@ -106,14 +107,15 @@ def check_moves(pool: RunBlockPool, moves: Sequence[BlockMove], pinned: Collecti
     blocks = pool.blocks
     for source, target in moves:
         block = blocks[source]
-        if block.ref_cnt == 0 and block.block_hash is None and source not in watched:
+        if not block.ref_cnt and block._block_hash is None and source not in watched:
             raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
-        if blocks[target].ref_cnt != 0:
+        if blocks[target].ref_cnt:
             raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
-        if target in watched:
-            raise InvalidBlockError(
-                f"C2: somebody waits for the reuse of block {target} and may still read it"
-            )
+    if not watched.isdisjoint([target for _, target in moves]):
+        watched_target = next(target for _, target in moves if target in watched)
+        raise InvalidBlockError(
+            f"C2: somebody waits for the reuse of block {watched_target} and may still read it"
+        )
 
 
 def pack(

@@ -82,15 +82,16 @@ def plan_pack(
     room_below = np.concatenate(([0], np.cumsum(blocks.free)))
     used_above = np.concatenate((np.cumsum(blocks.movable[::-1])[::-1], [0]))
     bar = int(np.argmax(room_below >= used_above))
-    sources = blocks.ids(blocks.movable, bar)[::-1]
-    targets = blocks.ids(blocks.empty, 0, bar)
-    in_the_way = blocks.ids(blocks.cached, 0, bar)
-    shelters = blocks.ids(blocks.empty, bar)[::-1]
+    sources = (np.flatnonzero(blocks.movable[bar:]) + bar)[::-1]
+    targets = np.flatnonzero(blocks.empty[:bar])
+    in_the_way = np.flatnonzero(blocks.cached[:bar])
+    shelters = (np.flatnonzero(blocks.empty[bar:]) + bar)[::-1]
     num_direct = min(len(sources), len(targets))
     num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters))
-    moves = [BlockMove(*move) for move in zip(sources[:num_direct], targets, strict=False)]
-    moves += [BlockMove(*move) for move in zip(in_the_way[:num_in_the_way], shelters, strict=False)]
-    return moves if max_moves is None else moves[:max_moves]
+    return _pair(
+        np.concatenate((sources[:num_direct], in_the_way[:num_in_the_way]))[:max_moves].tolist(),
+        np.concatenate((targets[:num_direct], shelters[:num_in_the_way]))[:max_moves].tolist(),
+    )
 
 
 def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> RunClearance | None:
@@ -141,7 +142,7 @@ def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int]
             return None
     else:
         sources += blocks.ids(blocks.cached, first, end)[: len(targets) - len(sources)]
-    return RunClearance(first, [BlockMove(*move) for move in zip(sources, targets, strict=False)])
+    return RunClearance(first, _pair(sources, targets))
 
 
 def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> list[BlockMove]:
@@ -180,7 +181,12 @@ def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = (
             if block.block_id >= bar and blocks.cached[block.block_id]
         ]
         sources += youngest_first[: len(targets) - len(sources)]
-    return [BlockMove(*move) for move in zip(sources, targets, strict=False)]
+    return _pair(sources, targets)
+
+
+def _pair(sources: list[int], targets: list[int]) -> list[BlockMove]:
+    """Each source to the target beside it; the longer list's rest is left out."""
+    return list(map(BlockMove._make, zip(sources, targets, strict=False)))
 
 
 def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:
