@@ -61,6 +61,9 @@ NUM_CHECKS = {
     "_insert_block_hash": 2,
     "move_block_hashes": 4,
     "_maybe_evict_cached_block": 1,
+    "take_blocks": 2,
+    "swap_block_ids": 1,
+    "remove_last_blocks": 1,
 }
 # How many statements serve only to undo what a failed check left half done.
 NUM_UNDOING = {"free_blocks": 5, "touch": 4, "unpin_blocks": 3, "cache_full_blocks": 3}
