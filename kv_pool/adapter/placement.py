@@ -84,7 +84,7 @@ class Placement:
         self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
         if not self.retention:
             return pool.get_new_run(num_blocks) if self._holds_content() else None
-        found = pool.run_index.find_run(num_blocks, pool.free_block_queue)
+        found = pool.run_index.find_run(num_blocks)
         if found is None:
             return None
         run = list(pool.blocks[found : found + num_blocks])

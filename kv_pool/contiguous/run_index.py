@@ -20,13 +20,10 @@ _ANY_AGE = bytes([0]) + bytes([1]) * 255
 _GENERATIONS = 64
 _MAX_GENERATIONS = 4_096
 _MIN_PIECE = 8
-# Bounds of one search, in bytes looked at or blocks walked past; see benchmarks/bench_runs.py for what they
-# cost and find.
+# Bounds of one search, in bytes; see benchmarks/bench_runs.py for what they cost and find.
 _MAX_SWEEP = 4_096
-_MAX_GUESSES = 16
-_MAX_WALK = 64
-_MAX_REFINE = 16_384
 _MAX_SCAN = 65_536
+_MAX_SCANS = 3
 
 
 class FreeRunIndex:
@@ -53,8 +50,7 @@ class FreeRunIndex:
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
-        self._hand: i64 = 1  # where the next sweep begins
-        self._cursor: i64 = 1  # where the next scan begins
+        self._hand: i64 = 1  # where the next sweep, or search of a large pool, begins
         self._table_age: i64 = -1
         self._table: bytes = _ANY_AGE
 
@@ -156,10 +152,13 @@ class FreeRunIndex:
         """All blocks have lost their content."""
         self.ages = self.ages.translate(_ANY_AGE)
 
-    def swap(self, first_id: int, second_id: int) -> None:
-        """The blocks with these ids have exchanged them."""
+    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The two blocks of each pair have exchanged their ids."""
         ages = self.ages
-        ages[first_id], ages[second_id] = ages[second_id], ages[first_id]
+        for first_id, second_id in pairs:
+            age = ages[first_id]
+            ages[first_id] = ages[second_id]
+            ages[second_id] = age
 
     def resize(self, num_blocks: int) -> None:
         """The pool has so many blocks now; new ones are free and empty. Those cut off must have been free."""
@@ -169,7 +168,6 @@ class FreeRunIndex:
         else:
             del ages[num_blocks:]
         self._hand = 1
-        self._cursor = 1
 
     def _store(self, first: i64, end: i64, age: i64) -> None:
         if end == first + 1:
@@ -301,106 +299,57 @@ class FreeRunIndex:
         self._hand = at
         return pieces
 
-    def find_run(self, num_blocks: int, queue: FreeKVCacheBlockQueue) -> int | None:
+    def find_run(self, num_blocks: int) -> int | None:
         """The first id of `num_blocks` consecutive free ones, or None.
 
-        Of the runs it comes upon, the one whose youngest block was used longest ago; of equally old ones an
-        aligned one: at a multiple of the next power of two, so that its tail and its neighbours stay whole.
-        First come the runs around the oldest free blocks, then all runs, by age. In a pool of up to 65,536
-        blocks one is found if there is one; in a larger one a call looks at so many and the next goes on.
+        Of all such runs, the one whose youngest block was used longest ago; of equally old ones an aligned
+        one, at a multiple of the next power of two, so that its tail and its neighbours stay whole; of those
+        the lowest. So in pools of up to 65,536 blocks. In larger ones so many are looked at from the sweeping
+        hand on; where none is found the next so many, twice; and the next call goes on from there.
         """
-        ages = self.ages
-        num_all: i64 = len(ages)
-        wanted: i64 = num_blocks
-        slot: i64 = 1
-        while slot < wanted:
-            slot *= 2
-        best: i64 = -1
-        best_age: i64 = _YOUNGEST + 1
-        oldest: i64 = _YOUNGEST + 1
-        num_guesses: i64 = 0
-        num_walked: i64 = 0
-        first: i64 = 0
-        end: i64 = 0
-        block = queue.fake_free_list_head.next_free_block
-        tail = queue.fake_free_list_tail
-        while block is not None and block is not tail and num_guesses < _MAX_GUESSES:
-            block_id: int = block.block_id  # 32 bits; an int goes with 64
-            block = block.next_free_block
-            num_walked += 1
-            if num_walked > _MAX_WALK:
+        for _ in range(_MAX_SCANS):
+            first = self._find_best_run(num_blocks)
+            if first or len(self.ages) <= _MAX_SCAN:
                 break
-            if first <= block_id < end or block_id >= num_all:
-                continue
-            num_guesses += 1
-            if oldest > _YOUNGEST:
-                oldest = ages[block_id]
-            # Wide enough to hold an aligned place, if the run does.
-            low: i64 = max(1, block_id - wanted - slot)
-            first = ages.rfind(IN_USE, low, block_id) + 1
-            first = max(first, low)
-            high: i64 = min(num_all, block_id + wanted + slot)
-            end = ages.find(IN_USE, block_id, high)
-            if end < 0:
-                end = high
-            if end - first < wanted:
-                continue
-            aligned = (first + slot - 1) // slot * slot
-            if aligned + wanted <= end and self._is_older(aligned, wanted, best_age):
-                best = aligned
-                best_age = max(ages[best : best + wanted])
-            if self._is_older(first, wanted, best_age):
-                best = first
-                best_age = max(ages[best : best + wanted])
-            if self._is_older(end - wanted, wanted, best_age):
-                best = end - wanted
-                best_age = max(ages[best : best + wanted])
-            if best_age <= oldest:
-                return best
-        left: i64 = _MAX_REFINE
-        if best < 0:
-            left = _MAX_SCAN
-            best = self._scan(wanted, slot, _YOUNGEST)
-            if best < 0:
-                self._cursor += _MAX_SCAN - wanted
-                return None
-            best_age = max(ages[best : best + wanted])
-            left -= min(num_all, _MAX_SCAN)
-        # Is there one that is older? By halves, as long as looking is cheap.
-        youngest: i64 = best_age - 1
-        least: i64 = EMPTY
-        while least <= youngest and left >= min(num_all, _MAX_SCAN):
-            age = (least + youngest) // 2
-            left -= min(num_all, _MAX_SCAN)
-            found = self._scan(wanted, slot, age)
-            if found < 0:
-                least = age + 1
-            else:
-                best = found
-                youngest = max(ages[found : found + wanted]) - 1
-        return best
+        return first or None
 
-    def _is_older(self, first: i64, num_blocks: i64, age: i64) -> bool:
-        """Is everything in this window older than `age`?"""
-        return not self.ages[first : first + num_blocks].translate(None, _ALL_BYTES[:age])
+    def _find_best_run(self, num_blocks: i64) -> i64:
+        """The best run within one scan, or 0."""
+        import numpy as np
 
-    def _scan(self, num_blocks: i64, slot: i64, max_age: i64) -> i64:
-        """A run of free ids not used later than `max_age`, aligned if it lies so, or -1; bounded."""
         ages = self.ages
-        if self._cursor >= len(ages):
-            self._cursor = 1
-        at: i64 = 1 if len(ages) <= _MAX_SCAN else self._cursor
-        window = ages[at : at + _MAX_SCAN].translate(self._table_for(max_age))
-        start: i64 = window.find(_run_of_ones(num_blocks))
-        if start < 0:
-            return -1
-        first = at + start
-        aligned = (first + slot - 1) // slot * slot
-        if aligned != first:
-            beside = window[aligned - at : aligned - at + num_blocks]
-            if len(beside) == num_blocks and beside.find(0) < 0:
-                return aligned
-        return first
+        at: i64 = 1
+        if len(ages) > _MAX_SCAN:
+            at = self._hand if self._hand < len(ages) else 1
+        length: i64 = min(len(ages) - at, _MAX_SCAN)
+        if length < num_blocks:
+            self._hand = 1
+            return 0
+        # In use becomes 255, younger than all. Then the youngest age of each window, by doubling its width.
+        youngest: Any = np.frombuffer(ages, np.uint8, length, at) - 1
+        width: i64 = 1
+        while width < num_blocks:
+            step: i64 = min(width, num_blocks - width)
+            youngest = np.maximum(youngest[:-step], youngest[step:])
+            width += step
+        best: i64 = int(youngest.argmin())
+        age: i64 = int(youngest[best])
+        if age == _YOUNGEST:
+            if len(ages) > _MAX_SCAN:
+                self._hand = at + length - num_blocks + 1
+            return 0
+        slot: i64 = 1
+        while slot < num_blocks:
+            slot *= 2
+        to_aligned: i64 = (slot - at % slot) % slot
+        aligned: Any = youngest[to_aligned::slot]
+        if len(aligned):
+            best_aligned: i64 = int(aligned.argmin())
+            if int(aligned[best_aligned]) == age:
+                best = to_aligned + best_aligned * slot
+        if len(ages) > _MAX_SCAN:
+            self._hand = at + best + num_blocks
+        return at + best
 
     def _table_for(self, max_age: i64) -> bytes:
         """What translates an age to 1 if it is free and old enough, else to 0."""
@@ -410,9 +359,4 @@ class FreeRunIndex:
         return self._table
 
 
-_ALL_BYTES = bytes(range(256))
 _ONES = [bytes([1]) * length for length in range(_MIN_PIECE + 1)]
-
-
-def _run_of_ones(length: i64) -> bytes:
-    return bytes([1]) * length

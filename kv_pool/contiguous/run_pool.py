@@ -1,6 +1,6 @@
 """`RunBlockPool`: a block pool that hands out consecutive ids where it can, and on request nothing else."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from kv_pool.contiguous import fragmentation
@@ -103,7 +103,7 @@ class RunBlockPool(BlockPool):
             )
         if num_blocks == 0:
             return []
-        first = self.run_index.find_run(num_blocks, self.free_block_queue)
+        first = self.run_index.find_run(num_blocks)
         if first is None:
             return None
         taken = list(self.blocks[first : first + num_blocks])
@@ -197,7 +197,7 @@ class RunBlockPool(BlockPool):
         """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return self.run_index.list_runs()
 
-    def get_watched_ids(self) -> Collection[int]:
+    def get_watched_ids(self) -> Set[int]:
         """The ids of blocks whose reuse somebody waits for; their content may still be read."""
         return self._reuse_watchers.keys()
 
@@ -221,8 +221,7 @@ class RunBlockPool(BlockPool):
         on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
         if on_ids_swapped is not None:
             on_ids_swapped(pairs)
-        for first_id, second_id in pairs:
-            self.run_index.swap(first_id, second_id)
+        self.run_index.swap(pairs)
         self.epoch += 1
 
     def grow(self, num_blocks: int) -> None:

@@ -137,6 +137,7 @@ def test_the_report_names_its_settings(trace):
         "decode_tokens_per_s": rates.decode_tokens_per_s,
         "max_running": 7,
         "speedup": 1.0,
+        "runs": False,
     }
 
 

@@ -1,0 +1,354 @@
+"""What do runs of consecutive block ids cost, and how long do they get? See benchmarks/README.md."""
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bench_block_pool import describe_run
+
+import kv_pool
+from kv_pool.contiguous.compaction import Relocation, apply_moves, pack_if_fragmented, take_run
+from kv_pool.contiguous.plan import plan_pack
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockMove
+from kv_pool.replay.simulator import ReplaySettings, run_replay
+
+BLOCK_SIZE = 16
+RUN_LENGTH = 16
+MAX_RUN = 64
+# (clock, tokens per block, blocks)
+REPLAYS = [
+    ("trace", 16, 100_000),
+    ("trace", 16, 30_000),
+    ("instant", 16, 100_000),
+    ("instant", 16, 10_000),
+    ("trace", 512, 10_000),
+    ("trace", 512, 3_000),
+    ("instant", 512, 10_000),
+    ("instant", 512, 3_000),
+]
+USES = (0.5, 0.8, 0.9, 0.95)
+MODES = ("eviction order", "runs preferred", "on demand", "threshold")
+
+
+def copy_nothing(moves: Sequence[BlockMove]) -> None:
+    """Stands for the copy of bytes, which is measured elsewhere."""
+
+
+# ---- a trace through both pools ------------------------------------------------------------------
+
+
+def replay(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    replays = REPLAYS[:1] if options.quick else REPLAYS
+    for clock, block_size, num_blocks in replays:
+        reports: dict[bool, list[Any]] = {False: [], True: []}
+        for _ in range(options.runs):
+            for runs in (False, True):
+                gc.collect()
+                settings = ReplaySettings(
+                    options.trace,
+                    num_blocks,
+                    block_size,
+                    clock=clock,
+                    limit=300 if options.quick else None,
+                    runs=runs,
+                )
+                reports[runs].append(run_replay(settings))
+        times = {
+            runs: [sum(call.total_ns for call in (r.look_up, r.allocate, r.free)) / 1e6 for r in found]
+            for runs, found in reports.items()
+        }
+        plain, with_runs = reports[False][0], reports[True][0]
+        rows.append(
+            {
+                "clock": clock,
+                "block_size": block_size,
+                "num_blocks": num_blocks,
+                "blocks_per_run": [plain.blocks_per_run, with_runs.blocks_per_run],
+                "hit_rate": [plain.token_hit_rate, with_runs.token_hit_rate],
+                "allocator_ms": [times[False], times[True]],
+                "ratio": statistics.median(
+                    mine / theirs for mine, theirs in zip(times[True], times[False], strict=True)
+                ),
+            }
+        )
+    return rows
+
+
+def show_replay(rows: list[dict[str, Any]]) -> None:
+    print("\nthe trace, in eviction order -> with runs preferred")
+    print(
+        f"{'clock':8}{'tokens':>7}{'blocks':>9}{'blocks per run':>19}{'token hit rate':>20}"
+        f"{'points':>8}{'allocator ms':>16}{'ratio':>7}"
+    )
+    for row in rows:
+        (short, long), (before, after) = row["blocks_per_run"], row["hit_rate"]
+        times = [statistics.median(times) for times in row["allocator_ms"]]
+        print(
+            f"{row['clock']:8}{row['block_size']:>7}{row['num_blocks']:>9,}"
+            f"{f'{short:.2f} -> {long:.2f}':>19}{f'{before:.2%} -> {after:.2%}':>20}"
+            f"{100 * (after - before):>+8.2f}{f'{times[0]:.0f} -> {times[1]:.0f}':>16}{row['ratio']:>7.2f}"
+        )
+
+
+# ---- searching -----------------------------------------------------------------------------------
+
+
+class Life:
+    """Requests of 20 blocks in the median that start, grow block by block and end, at a given use."""
+
+    def __init__(self, pool: RunBlockPool, use: float, rng: random.Random, *, caches: bool) -> None:
+        self.pool = pool
+        self.rng = rng
+        self.caches = caches
+        self.num_wanted = int(use * (pool.num_gpu_blocks - 1))
+        self.tables: list[list[KVCacheBlock]] = []
+        self.num_taken = 0
+        self.num_hashes = 0
+
+    def step(self) -> None:
+        """One request starts or ends, so that use stays where it is; eight others grow."""
+        pool, rng = self.pool, self.rng
+        num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        if num_used >= self.num_wanted and self.tables:
+            position = rng.randrange(len(self.tables))
+            self.tables[position], self.tables[-1] = self.tables[-1], self.tables[position]
+            pool.free_blocks(self.tables.pop()[::-1])
+        else:
+            count = min(max(1, int(rng.lognormvariate(math.log(20), 0.8))), pool.get_num_free_blocks())
+            if count:
+                self.add(pool.get_new_blocks(count))
+        for _ in range(8):
+            if self.tables and pool.get_num_free_blocks():
+                table = rng.choice(self.tables)
+                table.extend(pool.get_new_blocks_after(table[-1], 1))
+                self.num_taken += 1
+
+    def add(self, blocks: list[KVCacheBlock]) -> None:
+        self.num_taken += len(blocks)
+        self.tables.append(blocks)
+        if self.caches:
+            hashes = [
+                number.to_bytes(16, "big") for number in range(self.num_hashes, self.num_hashes + len(blocks))
+            ]
+            self.num_hashes += len(blocks)
+            request: Any = SimpleNamespace(block_hashes=hashes)
+            self.pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+
+
+def search(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    sizes = (2_000,) if options.quick else (10_000, 1_000_000)
+    for num_blocks, use in itertools.product(sizes, (0.5, 0.9)):
+        rng = random.Random(options.seed)
+        pool = RunBlockPool(num_blocks + 1, True, BLOCK_SIZE)
+        life = Life(pool, use, rng, caches=True)
+        for _ in range(2_000 if options.quick else max(20_000, num_blocks // 10)):
+            life.step()
+        search_us: list[float] = []
+        take_us: list[float] = []
+        num_found = 0
+        now = time.perf_counter_ns
+        gc.collect()
+        gc.disable()
+        for number in range(500 if options.quick else 20_000):
+            count = rng.randrange(2, MAX_RUN + 1)
+            start = now()
+            pool.run_index.find_run(count)
+            search_us.append((now() - start) / 1e3)
+            start = now()
+            run = pool.get_new_run(count)  # searches again
+            take_us.append((now() - start) / 1e3)
+            if run is not None:
+                num_found += 1
+                life.add(run)
+            if number % 4 == 0:
+                life.step()
+            while pool.get_usage() > use:
+                position = rng.randrange(len(life.tables))
+                life.tables[position], life.tables[-1] = life.tables[-1], life.tables[position]
+                pool.free_blocks(life.tables.pop()[::-1])
+        gc.enable()
+        rows.append(
+            {
+                "num_blocks": num_blocks,
+                "use": use,
+                "searches": len(search_us),
+                "found": num_found / len(search_us),
+                "search_us": summarize(search_us),
+                "take_us": summarize(take_us),
+            }
+        )
+    return rows
+
+
+def summarize(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times) or [0.0]
+    return {
+        "median": statistics.median(ordered),
+        "p99": ordered[max(0, -(-len(ordered) * 99 // 100) - 1)],
+        "max": ordered[-1],
+    }
+
+
+def show_search(rows: list[dict[str, Any]]) -> None:
+    print(f"\na run of 2 to {MAX_RUN} blocks, µs")
+    print(
+        f"{'blocks':>10}{'in use':>8}{'found':>7}{'search':>9}{'p99':>7}{'max':>9}"
+        f"{'with taking':>13}{'p99':>7}"
+    )
+    for row in rows:
+        found, taken = row["search_us"], row["take_us"]
+        print(
+            f"{row['num_blocks']:>10,}{row['use']:>8.0%}{row['found']:>7.0%}{found['median']:>9.1f}"
+            f"{found['p99']:>7.1f}{found['max']:>9.1f}{taken['median']:>13.1f}{taken['p99']:>7.1f}"
+        )
+
+
+# ---- fragmentation over a long life --------------------------------------------------------------
+
+
+def live(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    num_blocks, num_steps = (1_000, 500) if options.quick else (10_000, 20_000)
+    for caches, use, mode in itertools.product((False, True), USES, MODES):
+        rng = random.Random(options.seed)
+        early_share = 0.0 if mode == "eviction order" else 0.2
+        pool = RunBlockPool(num_blocks + 1, True, BLOCK_SIZE, early_share=early_share)
+        life = Life(pool, use, rng, caches=caches)
+        num_moved = num_refused = num_runs = 0
+        rates: list[float] = []
+
+        def note(relocation: Relocation) -> None:
+            nonlocal num_moved
+            num_moved += len(relocation.moves)
+
+        for step in range(num_steps):
+            life.step()
+            if mode == "threshold":
+                pack_if_fragmented(
+                    pool, copy_nothing, run_length=RUN_LENGTH, max_evictions=num_blocks // 100, on_moved=note
+                )
+            if mode == "on demand" and step % 20 == 0 and pool.get_num_free_blocks() >= RUN_LENGTH:
+                num_runs += 1
+                run = take_run(pool, RUN_LENGTH, copy_nothing, note)
+                if run is None:
+                    num_refused += 1
+                else:
+                    life.add(run)
+            if step > num_steps // 4 and step % 25 == 0:
+                rates.append(pool.get_fragmentation_rate(RUN_LENGTH))
+        rows.append(
+            {
+                "caches": caches,
+                "use": use,
+                "mode": mode,
+                "unusable_share": {"mean": statistics.mean(rates), "max": max(rates)},
+                "moves_per_block": num_moved / life.num_taken,
+                "blocks_taken": life.num_taken,
+                "runs_refused": num_refused,
+                "runs_asked": num_runs,
+                "evictions_per_block": pool.num_evictions / life.num_taken,
+            }
+        )
+    return rows
+
+
+def show_life(rows: list[dict[str, Any]]) -> None:
+    print(f"\nfree blocks that cannot serve a run of {RUN_LENGTH}, over a long random life")
+    print(
+        f"{'cache':7}{'in use':>7}  {'compaction':16}{'U mean':>8}{'U max':>8}{'moves/block':>13}"
+        f"{'evictions/block':>17}"
+    )
+    for row in rows:
+        share = row["unusable_share"]
+        print(
+            f"{'full' if row['caches'] else 'none':7}{row['use']:>7.0%}  {row['mode']:16}"
+            f"{share['mean']:>8.3f}{share['max']:>8.3f}{row['moves_per_block']:>13.3f}"
+            f"{row['evictions_per_block']:>17.3f}"
+        )
+
+
+# ---- planning and remapping ----------------------------------------------------------------------
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    num_blocks, num_moves = (1_000, 100) if options.quick else (10_000, 1_000)
+    samples: dict[str, list[float]] = {"plan": [], "apply": [], "remap": [], "all": []}
+    now = time.perf_counter_ns
+    for number in range(20 if options.quick else 100):
+        rng = random.Random(options.seed + number)
+        pool = RunBlockPool(num_blocks + 1, True, BLOCK_SIZE)
+        life = Life(pool, 1.0, rng, caches=True)
+        while pool.get_num_free_blocks():
+            life.step()
+        held = [block for table in life.tables for block in table]
+        free = rng.sample(held, 2 * num_moves)
+        pool.evict_blocks([block.block_id for block in free])
+        pool.free_blocks(free)
+        gc.collect()
+        gc.disable()
+        start = now()
+        moves = plan_pack(pool, max_moves=num_moves)
+        planned = now()
+        relocation = apply_moves(pool, moves, copy_nothing)
+        applied = now()
+        relocation.make_remap()
+        end = now()
+        gc.enable()
+        if len(moves) != num_moves:
+            raise RuntimeError(f"{len(moves)} moves were planned, not {num_moves}")
+        for name, duration in zip(
+            samples, (planned - start, applied - planned, end - applied, end - start), strict=True
+        ):
+            samples[name].append(duration / 1e3)
+    return {
+        "num_blocks": num_blocks,
+        "num_moves": num_moves,
+        "us": {k: summarize(v) for k, v in samples.items()},
+    }
+
+
+def show_plan(row: dict[str, Any]) -> None:
+    print(f"\n{row['num_moves']:,} moves in a pool of {row['num_blocks']:,}, most of it cached, µs")
+    for name, times in row["us"].items():
+        print(f"  {name:8}{times['median']:>9.0f}   p99 {times['p99']:.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", default="mooncake_conversation", help="a bundled one, or a file")
+    parser.add_argument("--runs", type=int, default=3, help="replays through each pool, in turn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a smoke test of this script")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    options = parser.parse_args()
+    mode = "compiled" if kv_pool.COMPILED else "plain"
+    print(f"kv_pool {mode}")
+    provenance = describe_run([mode])
+    answer: dict[str, Any] = {"provenance": provenance}
+    answer["plan"] = plan(options)
+    show_plan(answer["plan"])
+    answer["search"] = search(options)
+    show_search(answer["search"])
+    answer["life"] = live(options)
+    show_life(answer["life"])
+    answer["replay"] = replay(options)
+    show_replay(answer["replay"])
+    if options.json:
+        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
