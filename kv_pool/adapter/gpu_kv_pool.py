@@ -226,6 +226,7 @@ class GPUKVPool(KVPoolProtocol):
         """
         with self._lock:
             parent = self._find_sequence(parent_id)
+            check_sequence_id(child_id)
             if child_id in self._sequences:
                 raise InvalidArgumentError(
                     f"sequence {child_id} holds blocks already; fork() makes a new one"
@@ -278,6 +279,7 @@ class GPUKVPool(KVPoolProtocol):
         with self._lock:
             if sequence_id in self._sequences:
                 raise InvalidArgumentError(f"sequence {sequence_id} holds blocks; a prefix comes first")
+            check_sequence_id(sequence_id)
             check_priority(priority)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             if hits:
@@ -534,6 +536,7 @@ class GPUKVPool(KVPoolProtocol):
         num_blocks = request.num_blocks
         if type(num_blocks) is not int or num_blocks < 1 or request.priority not in (0, 1, 2):
             check_request(request)
+        check_sequence_id(request.sequence_id)
         device_id = request.device_id
         if device_id is not None and device_id != self.device_id:
             raise UnknownDeviceError(
@@ -803,6 +806,12 @@ def check_priority(priority: int) -> None:
     """Raise InvalidArgumentError for what is no priority."""
     if priority not in (0, 1, 2):
         raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
+
+
+def check_sequence_id(sequence_id: int) -> None:
+    """Raise InvalidArgumentError for what could be taken for `NO_SEQUENCE`."""
+    if sequence_id < 0:
+        raise InvalidArgumentError(f"sequence_id is {sequence_id}; ids are 0 or more, -1 stands for none")
 
 
 def check_request(request: BlockAllocationRequest) -> None:

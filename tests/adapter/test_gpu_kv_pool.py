@@ -202,6 +202,7 @@ def test_a_double_free_changes_nothing():
         (BlockAllocationRequest(-3, 1), InvalidArgumentError),
         (BlockAllocationRequest(2.0, 1), InvalidTypeError),
         (BlockAllocationRequest(1, 1, priority=3), InvalidArgumentError),
+        (BlockAllocationRequest(1, -1), InvalidArgumentError),
         (BlockAllocationRequest(2, 1, contiguous="maybe"), InvalidArgumentError),
         (BlockAllocationRequest(1, 1, device_id=5), UnknownDeviceError),
         (BlockAllocationRequest(11, 1), PoolExhaustedError),
