@@ -1,4 +1,4 @@
-"""Build hook: compile the core and the run index with mypyc into the wheel, or fall back to plain Python.
+"""Build hook: compile core and parts of contiguous with mypyc into the wheel, or fall back to plain Python.
 
 The environment variable KV_POOL_BUILD decides, at build time only:
     auto (default)  compile; where that fails, for want of a C compiler say, build a plain wheel
@@ -56,7 +56,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             paths = sorted(
                 str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
             )
-            paths.append("kv_pool/contiguous/run_index.py")
+            paths += ["kv_pool/contiguous/move_check.py", "kv_pool/contiguous/run_index.py"]
             # Without the project's own configuration: a type error there is for the gate to find, not here.
             options = ["--config-file=", "--ignore-missing-imports", f"--cache-dir={build_dir / 'mypy'}"]
             distribution = Distribution(

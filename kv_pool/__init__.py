@@ -1,9 +1,11 @@
 """kv_pool: a stand-alone KV-cache block pool with prefix caching, in the manner of vLLM v1.
 
 The core decides which block ids a request gets and which blocks hold which prefix. Start with
-`KVCacheManager` (block tables for a scheduler) or `BlockPool` (blocks); see kv_pool/README.md for the map.
+`KVCacheManager` (block tables for a scheduler), `GPUKVPool` (blocks by id, for sequences) or `BlockPool`
+(blocks); see kv_pool/README.md for the map.
 """
 
+from kv_pool.adapter import GPUKVPool, LRUEviction
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
@@ -19,19 +21,34 @@ from kv_pool.errors import (
     InvalidTypeError,
     KVPoolError,
     OutOfBlocksError,
+    PinLimitError,
+    PinnedBlockError,
+    PoolExhaustedError,
     TraceError,
+    UnknownDeviceError,
+    UnknownSequenceError,
 )
 from kv_pool.ids import BlockMove
 from kv_pool.manager.kv_cache_manager import CachedPrefix, KVCacheManager
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.metrics.residency import KVCacheMetricsCollector
+from kv_pool.protocol import (
+    AllocationResult,
+    BlockAllocationRequest,
+    BlockInfo,
+    KVPoolProtocol,
+    MigrationResult,
+)
 from kv_pool.version import __version__
 
 __all__ = [
     "COMPILED",
     "AllBlocksCleared",
+    "AllocationResult",
+    "BlockAllocationRequest",
     "BlockHashToBlockMap",
     "BlockHasher",
+    "BlockInfo",
     "BlockMove",
     "BlockPool",
     "BlockRemoved",
@@ -40,6 +57,7 @@ __all__ = [
     "CopyFailedError",
     "CorruptedPoolError",
     "FreeKVCacheBlockQueue",
+    "GPUKVPool",
     "InvalidArgumentError",
     "InvalidBlockError",
     "InvalidTypeError",
@@ -48,11 +66,19 @@ __all__ = [
     "KVCacheManager",
     "KVCacheMetricsCollector",
     "KVPoolError",
+    "KVPoolProtocol",
+    "LRUEviction",
     "LoRARequest",
+    "MigrationResult",
     "MultiModalFeature",
     "OutOfBlocksError",
+    "PinLimitError",
+    "PinnedBlockError",
     "PlaceholderRange",
+    "PoolExhaustedError",
     "Request",
     "TraceError",
+    "UnknownDeviceError",
+    "UnknownSequenceError",
     "__version__",
 ]

@@ -11,6 +11,11 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
 | `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
+| `PoolExhaustedError` | `MemoryError`, as `OutOfBlocksError` | an allocation that the adapter cannot serve |
+| `PinnedBlockError` | as `InvalidBlockError` | freeing or moving a pinned block |
+| `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
+| `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
+| `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 
@@ -40,6 +45,26 @@ class InvalidTypeError(KVPoolError, TypeError):
 
 class InvalidBlockError(KVPoolError, ValueError, AssertionError, RuntimeError):
     """A block that is not in the state the call needs, or not in this pool. Nothing has changed."""
+
+
+class PoolExhaustedError(OutOfBlocksError, MemoryError):
+    """A request for blocks was refused; the message says what was tried. Nothing has changed."""
+
+
+class PinnedBlockError(InvalidBlockError):
+    """A pinned block is neither given back for good, nor moved. Nothing has changed."""
+
+
+class PinLimitError(KVPoolError, ValueError):
+    """More blocks would be pinned than the pool allows. Nothing has changed."""
+
+
+class UnknownSequenceError(InvalidArgumentError):
+    """A sequence that holds no blocks here: freed twice, evicted, or never seen. Nothing has changed."""
+
+
+class UnknownDeviceError(InvalidArgumentError):
+    """A device that this pool is not on, or not connected to. Nothing has changed."""
 
 
 class CorruptedPoolError(KVPoolError, AssertionError, RuntimeError):

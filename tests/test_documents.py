@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SHOWN = [
+    "kv_pool.adapter.gpu_kv_pool",
     "kv_pool.contiguous.run_pool",
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",

@@ -18,7 +18,7 @@ LAYERS = {
     "metrics": 2,
     "manager": 3,
     "migration": 3,
-    "protocol": 4,
+    "protocol": 3,
     "adapter": 4,
     "replay": 4,
     "control": 4,

@@ -6,9 +6,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
+from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
 
 if TYPE_CHECKING:
@@ -73,49 +73,14 @@ def apply_moves(
         Whatever `copy` raises: no id has changed; targets that were cached are evicted.
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), besides the copy.
     """
-    check_moves(pool, moves, pinned)
+    overwritten = check_moves(pool.blocks, moves, pinned, pool.get_watched_ids())
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
-    blocks = pool.blocks
-    overwritten = [target for _, target in moves if blocks[target]._block_hash is not None]
     if overwritten:
         pool.evict_blocks(overwritten)
     copy(moves)
     pool.swap_block_ids(moves)
     return Relocation(pool.epoch, list(moves), pool.num_gpu_blocks)
-
-
-def check_moves(pool: RunBlockPool, moves: Sequence[BlockMove], pinned: Collection[int] = ()) -> None:
-    """C1, C2, C3 of `contiguous/invariants.py`. Raises what `apply_moves` raises; changes nothing."""
-    ids = list(chain.from_iterable(moves))
-    chosen = set(ids)
-    if len(chosen) != len(ids):
-        twice = next(block_id for position, block_id in enumerate(ids) if block_id in ids[:position])
-        raise InvalidArgumentError(
-            f"C1: block {twice} is in two moves; each id is the source or target of one"
-        )
-    if not ids:
-        return
-    if min(ids) < 1 or max(ids) >= pool.num_gpu_blocks:
-        raise InvalidBlockError(
-            f"C3: the null block and ids outside 1..{pool.num_gpu_blocks - 1} do not move: "
-            f"{min(ids) if min(ids) < 1 else max(ids)}"
-        )
-    if not chosen.isdisjoint(pinned):
-        raise InvalidBlockError(f"C3: block {min(chosen.intersection(pinned))} is pinned")
-    watched = pool.get_watched_ids()
-    blocks = pool.blocks
-    for source, target in moves:
-        block = blocks[source]
-        if not block.ref_cnt and block._block_hash is None and source not in watched:
-            raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
-        if blocks[target].ref_cnt:
-            raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
-    if not watched.isdisjoint([target for _, target in moves]):
-        watched_target = next(target for _, target in moves if target in watched)
-        raise InvalidBlockError(
-            f"C2: somebody waits for the reuse of block {watched_target} and may still read it"
-        )
 
 
 def pack(

@@ -507,19 +507,19 @@ class BlockPoolCore(PrefixCache):
             InvalidBlockError: an id is not one of this pool's, is 0, or is listed twice. Nothing has changed.
         Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
         """
-        num_blocks = len(self.blocks)
-        listed: list[int] = []
-        for first_id, second_id in pairs:
-            listed.append(first_id)
-            listed.append(second_id)
-        if len(set(listed)) != len(listed) or (listed and not 0 < min(listed) <= max(listed) < num_blocks):
-            raise InvalidBlockError(
-                f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
-            )
         old = self.blocks
+        num_blocks = len(old)
         new = list(old)
         moved: list[KVCacheBlock] = []
         for first_id, second_id in pairs:
+            # An id that is not its block's any more has been listed before.
+            is_wrong = not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id
+            if is_wrong or old[first_id].block_id != first_id or old[second_id].block_id != second_id:
+                for block_id, block in enumerate(old):
+                    block.block_id = block_id
+                raise InvalidBlockError(
+                    f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
+                )
             first = old[first_id]
             second = old[second_id]
             first.block_id = second_id

@@ -8,7 +8,8 @@ from contiguous.slot_engine import SlotEngine, make_run_pool
 from drawing import blocks, cache, state
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.contiguous.compaction import apply_moves, check_moves
+from kv_pool.contiguous.compaction import apply_moves
+from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 
@@ -86,7 +87,7 @@ def test_a_pack_of_a_pool_without_cache_is_the_least_number_of_moves(seed):
     pool = make_random_pool(rng, rng.randrange(4, 10), cached_share=0)
     pinned = [block_id for block_id in range(1, pool.num_gpu_blocks) if rng.random() < 0.2]
     moves = plan_pack(pool, pinned=pinned)
-    check_moves(pool, moves, pinned)
+    check_moves(pool.blocks, moves, pinned, pool.get_watched_ids())
     used = set(in_use(pool)) - set(pinned)
     packed = (used - {move.source for move in moves}) | {move.target for move in moves}
     places = [block_id for block_id in range(1, pool.num_gpu_blocks) if block_id not in pinned]

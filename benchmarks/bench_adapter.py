@@ -1,0 +1,158 @@
+"""What do `GPUKVPool`'s calls cost, how scattered do free blocks end up? See benchmarks/README.md."""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from bench_block_pool import find_cpu_model
+
+import kv_pool
+from kv_pool import BlockAllocationRequest, GPUKVPool
+from kv_pool.ids import BlockHash
+
+REQUEST_BLOCKS = 10
+Times = dict[str, list[int]]
+
+
+def timed(times: list[int], call: Callable[..., Any], *arguments: Any) -> Any:
+    """The processor's time, not the clock's: neighbours on a shared machine are none of the pool's cost."""
+    started = time.thread_time_ns()
+    answer = call(*arguments)
+    times.append(time.thread_time_ns() - started)
+    return answer
+
+
+def fill_and_empty(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """Requests of 10 until the pool is full, then all are freed in the order they came."""
+    times: Times = {"allocate": [], "free": []}
+    num_in_runs = num_requests = 0
+    for _ in range(options.runs):
+        pool = GPUKVPool(options.blocks, 16)
+        given = []
+        for number in range(options.blocks // REQUEST_BLOCKS):
+            request = BlockAllocationRequest(REQUEST_BLOCKS, number)
+            given.append(timed(times["allocate"], pool.allocate, request))
+        for ids in given:
+            num_requests += 1
+            num_in_runs += ids[-1] - ids[0] == len(ids) - 1
+            timed(times["free"], pool.free, ids)
+    return times, {"in one run": num_in_runs / num_requests}
+
+
+def live(options: argparse.Namespace, share: float, cached: bool) -> tuple[Times, dict[str, Any]]:
+    """So much of the pool in use by requests of 10; one at random ends, another begins."""
+    rng = random.Random(options.seed)
+    times: Times = {"allocate": [], "free": []}
+    pool = GPUKVPool(options.blocks, 16)
+    sequences: list[int] = []
+    num_in_runs = 0
+    num_steps = options.runs * 1000
+    num_sequences = int(options.blocks * share) // REQUEST_BLOCKS
+    num_warm_up = 3 * num_sequences
+    for step in range(num_warm_up + num_steps):
+        if step == num_warm_up:
+            times = {"allocate": [], "free": []}
+            num_in_runs = 0
+        if len(sequences) == num_sequences:
+            at = rng.randrange(num_sequences)
+            sequences[at], sequences[-1] = sequences[-1], sequences[at]
+            ids = pool.blocks_of(sequences.pop())
+            timed(times["free"], pool.free, ids)
+        request = BlockAllocationRequest(REQUEST_BLOCKS, step)
+        ids = timed(times["allocate"], pool.allocate, request)
+        num_in_runs += max(ids) - min(ids) == len(ids) - 1
+        sequences.append(step)
+        if cached:
+            pool.cache_prefix(step, [BlockHash(rng.randbytes(32)) for _ in ids])
+    return times, {"in one run": num_in_runs / num_steps}
+
+
+def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """Requests of 1 to 32 blocks, 90% in use; sequences at random give back their first half, or all."""
+    rng = random.Random(options.seed)
+    times: Times = {"allocate": [], "free": [], "defragment": []}
+    before, after, moved = [], [], 0
+    num_several = num_in_runs = 0
+    pool = GPUKVPool(options.blocks, 16)
+    sequences: list[int] = []
+    number = 0
+    for _ in range(options.runs):
+        for _ in range(1000):
+            number += 1
+            num_blocks = rng.randint(1, 32)
+            while pool.get_free_blocks() < options.blocks // 10 + num_blocks:
+                at = rng.randrange(len(sequences))
+                held = pool.blocks_of(sequences[at])
+                if rng.random() < 0.5 or len(held) == 1:
+                    sequences[at] = sequences[-1]
+                    sequences.pop()
+                else:
+                    held = held[: len(held) // 2]
+                timed(times["free"], pool.free, held)
+            ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, number))
+            sequences.append(number)
+            num_several += num_blocks > 1
+            num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
+        before.append(pool.get_fragmentation_rate())
+        moved += timed(times["defragment"], pool.defragment)
+        after.append(pool.get_fragmentation_rate())
+    return times, {
+        "in one run": num_in_runs / num_several,
+        "U(16) before": sum(before) / len(before),
+        "U(16) after": sum(after) / len(after),
+        "blocks moved": moved / options.runs,
+    }
+
+
+def print_row(title: str, call: str, times: list[int]) -> dict[str, float]:
+    micros = sorted(value / 1000 for value in times)
+    found = {f"p{share}": micros[int((len(micros) - 1) * share / 100)] for share in (10, 50, 90, 99)}
+    print(
+        f"{title:<46} {call:<11} {found['p50']:8.1f} {found['p10']:8.1f} {found['p90']:8.1f} "
+        f"{found['p99']:8.1f} {len(micros):8}"
+    )
+    return {**found, "calls": len(micros)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=10_000)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    provenance = {
+        "command": " ".join(["python", "benchmarks/bench_adapter.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": find_cpu_model(),
+        "python": python_version(),
+        "kv_pool": f"{kv_pool.__version__}, {'compiled' if kv_pool.COMPILED else 'plain'}",
+        "seed": options.seed,
+    }
+    print("  ".join(f"{name}: {value}" for name, value in provenance.items()))
+    print(f"\n{'microseconds a call':<58} {'median':>8} {'p10':>8} {'p90':>8} {'p99':>8} {'calls':>8}")
+    rows = []
+    for title, measure in (
+        ("fill and empty, 10 blocks each", fill_and_empty),
+        ("80% in use, 10 blocks each", lambda options: live(options, 0.8, False)),
+        ("99% in use, 10 blocks each", lambda options: live(options, 0.99, False)),
+        ("80% in use, all the rest cached", lambda options: live(options, 0.8, True)),
+        ("90% in use, 1 to 32 blocks, halves given back", random_life),
+    ):
+        times, facts = measure(options)
+        calls = {call: print_row(title, call, values) for call, values in times.items()}
+        print("    " + ", ".join(f"{name} {value:.3f}" for name, value in facts.items()))
+        rows.append({"title": title, "calls": calls, **facts})
+    if options.json:
+        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`Pins`: which blocks stay where they are, counted and capped."""
+
+from collections.abc import Iterable, Sequence
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidBlockError, PinLimitError
+
+
+class Pins:
+    """How often each block is pinned.
+
+    Args:
+        max_pinned_blocks: how many blocks may be pinned at once; one that is pinned twice counts once.
+    """
+
+    def __init__(self, max_pinned_blocks: int) -> None:
+        self.max_pinned_blocks = max_pinned_blocks
+        self._counts: dict[KVCacheBlock, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        return block in self._counts
+
+    def check_room(self, num_blocks: int) -> None:
+        """Raise PinLimitError unless so many more blocks may be pinned."""
+        if len(self._counts) + num_blocks > self.max_pinned_blocks:
+            raise PinLimitError(
+                f"{len(self._counts)} blocks are pinned and {num_blocks} more would be; at most "
+                f"{self.max_pinned_blocks} may. Unpin others, or raise max_pinned_blocks."
+            )
+
+    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Pin each block once more. Raises PinLimitError; nothing has changed then."""
+        self.check_room(sum(block not in self._counts for block in set(blocks)))
+        for block in blocks:
+            self._counts[block] = self._counts.get(block, 0) + 1
+
+    def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take one pin off each block.
+
+        Raises:
+            InvalidBlockError: a block is not pinned so often. Nothing has changed.
+        """
+        left: dict[KVCacheBlock, int] = {}
+        for block in blocks:
+            left[block] = left.get(block, self._counts.get(block, 0)) - 1
+            if left[block] < 0:
+                raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
+        for block, count in left.items():
+            if count:
+                self._counts[block] = count
+            else:
+                del self._counts[block]
+
+    def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)
+
+    def list_ids(self) -> list[int]:
+        """Ids of the pinned blocks, in no order."""
+        return [block.block_id for block in self._counts]

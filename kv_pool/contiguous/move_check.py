@@ -1,0 +1,63 @@
+"""`check_moves`: may these blocks move there? Asked before each plan is applied."""
+
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockMove
+
+
+def check_moves(
+    blocks: tuple[KVCacheBlock, ...],
+    moves: Sequence[BlockMove],
+    pinned: Collection[int],
+    watched: AbstractSet[int],
+) -> list[int]:
+    """C1, C2 and C3 of `contiguous/invariants.py`.
+
+    Args:
+        blocks: all blocks of the pool.
+        pinned: ids that must not be read nor written.
+        watched: ids whose reuse somebody waits for.
+    Returns:
+        The targets that are cached, and would lose that.
+    Raises:
+        InvalidArgumentError: C1. InvalidBlockError: C2 or C3.
+    """
+    ids: list[int] = list(chain.from_iterable(moves))
+    chosen = set(ids)
+    if len(chosen) != len(ids):
+        seen: set[int] = set()
+        for block_id in ids:
+            if block_id in seen:
+                raise InvalidArgumentError(
+                    f"C1: block {block_id} is in two moves; each id is the source or target of one"
+                )
+            seen.add(block_id)
+    cached: list[int] = []
+    if not ids:
+        return cached
+    if min(ids) < 1 or max(ids) >= len(blocks):
+        wrong = min(ids) if min(ids) < 1 else max(ids)
+        raise InvalidBlockError(
+            f"C3: block {wrong} does not move: it is the null block, or outside 1..{len(blocks) - 1}"
+        )
+    if not chosen.isdisjoint(pinned):
+        raise InvalidBlockError(f"C3: block {min(chosen.intersection(pinned))} is pinned")
+    any_watched = len(watched) > 0
+    for source, target in moves:
+        block = blocks[source]
+        if block.ref_cnt == 0 and block._block_hash is None and source not in watched:
+            raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
+        block = blocks[target]
+        if block.ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
+        if any_watched and target in watched:
+            raise InvalidBlockError(
+                f"C2: somebody waits for the reuse of block {target} and may still read it"
+            )
+        if block._block_hash is not None:
+            cached.append(target)
+    return cached

@@ -1,0 +1,107 @@
+"""Small pools behind the protocol, drawn, checked, and with bytes that tell where they came from."""
+
+from types import SimpleNamespace
+
+from kv_pool import BlockAllocationRequest, GPUKVPool
+from kv_pool.contiguous import invariants
+from kv_pool.storage import KVStorage
+
+
+class CountingClock:
+    """One second later at each look."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def make(total_blocks=10, **options):
+    return GPUKVPool(total_blocks, 4, **{"clock": CountingClock(), **options})
+
+
+def take(pool, sequence_id, num_blocks, **options):
+    return pool.allocate(BlockAllocationRequest(num_blocks, sequence_id, **options))
+
+
+def make_storage(num_blocks=11, copy=None):
+    return KVStorage.allocate(num_blocks, 4, 1, 1, 4, copy=copy)
+
+
+def make_scattered(**options):
+    """1 . 2 . 3 . 4 . 5 .  Sequences of one block each, with the block after each one free."""
+    pool = make(**options)
+    for sequence_id in range(1, 6):
+        take(pool, sequence_id, 1)
+        take(pool, 100, 1, contiguous="no")
+    pool.free_sequence(100)
+    return pool
+
+
+def draw(pool):
+    """Who holds what: one character a block from 1 on, `.` free, `*` free and cached, `+` shared."""
+    holders = {}
+    for sequence_id in pool.list_sequences():
+        for block_id in pool.blocks_of(sequence_id):
+            holders[block_id] = "+" if block_id in holders else str(sequence_id % 10)
+    cached = {block.block_id for block in pool.block_pool.blocks if block.block_hash is not None}
+    return "".join(
+        holders.get(block_id, "*" if block_id in cached else ".")
+        for block_id in range(1, pool.total_blocks + 1)
+    )
+
+
+def check(pool):
+    """All invariants underneath, and that holders, references, pins and sequences agree."""
+    invariants.check(pool.block_pool)
+    references = {}
+    for sequence_id in pool.list_sequences():
+        held = pool.blocks_of(sequence_id)
+        assert held
+        assert len(set(held)) == len(held)
+        for block_id in held:
+            references.setdefault(block_id, []).append(sequence_id)
+    num_pinned = 0
+    for block_id in range(1, pool.total_blocks + 1):
+        info = pool.get_block_info(block_id)
+        assert info.ref_count == len(references.get(block_id, []))
+        assert info.sequence_id in references.get(block_id, [-1])
+        assert info.ref_count or not info.is_pinned
+        num_pinned += info.is_pinned
+    assert num_pinned == pool.num_pinned_blocks
+    assert pool.get_free_blocks() == pool.total_blocks - len(references)
+    assert len(pool._later_holders) == sum(len(sharing) > 1 for sharing in references.values())
+
+
+def fill(pool):
+    """Write into each block a sequence holds bytes that say which one and where; see `read`."""
+    for sequence_id in pool.list_sequences():
+        for position, block_id in enumerate(pool.blocks_of(sequence_id)):
+            write(pool, block_id, 16 * sequence_id + position)
+
+
+def write(pool, block_id, number):
+    pool._storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+
+
+def read(pool, sequence_id):
+    """The numbers in a sequence's blocks."""
+    numbers = []
+    for block_id in pool.blocks_of(sequence_id):
+        data = pool._storage.read_block(block_id)
+        assert len(set(data)) == 1, "half of a block is another one's"
+        numbers.append(data[0])
+    return numbers
+
+
+def state(pool):
+    """All that a caller can see, to be compared after something went wrong."""
+    return SimpleNamespace(
+        drawn=draw(pool),
+        sequences={name: pool.blocks_of(name) for name in pool.list_sequences()},
+        infos=[pool.get_block_info(block_id) for block_id in range(1, pool.total_blocks + 1)],
+        num_pinned=pool.num_pinned_blocks,
+        free=[block.block_id for block in pool.block_pool.free_block_queue.get_all_free_blocks()],
+    )

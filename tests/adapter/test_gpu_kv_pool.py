@@ -1,0 +1,279 @@
+"""Blocks for sequences: allocating, sharing, freeing, pinning; and what is refused."""
+
+import pytest
+from adapter.made_pool import check, draw, make, make_storage, state, take
+
+from kv_pool import (
+    BlockAllocationRequest,
+    GPUKVPool,
+    InvalidArgumentError,
+    InvalidBlockError,
+    InvalidTypeError,
+    KVPoolError,
+    PinLimitError,
+    PinnedBlockError,
+    PoolExhaustedError,
+    UnknownDeviceError,
+    UnknownSequenceError,
+)
+
+
+def test_all_blocks_can_be_handed_out_and_come_back():
+    pool = GPUKVPool(total_blocks=10_000, block_size=16)
+    for sequence_id in range(1000):
+        pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=sequence_id))
+    assert pool.get_free_blocks() == 0
+    for sequence_id in range(1000):
+        assert pool.free_sequence(sequence_id) == 10
+    assert pool.get_free_blocks() == 10_000
+    assert pool.get_fragmentation_rate() == 0
+
+
+def test_a_block_tells_who_holds_it():
+    pool = make()
+    [block_id] = take(pool, 7, 1, pinned=True)
+    info = pool.get_block_info(block_id)
+    assert (info.block_id, info.ref_count, info.sequence_id, info.device_id) == (block_id, 1, 7, 0)
+    assert info.is_pinned
+    assert info.last_access_time > 0
+    free = pool.get_block_info(block_id + 1)
+    assert (free.ref_count, free.sequence_id, free.is_pinned, free.last_access_time) == (0, -1, False, 0.0)
+
+
+def test_a_sequence_keeps_the_order_in_which_it_grew():
+    pool = make()
+    first = take(pool, 1, 2)
+    take(pool, 2, 1)
+    later = take(pool, 1, 2)
+    assert pool.blocks_of(1) == first + later
+    assert pool.blocks_of(99) == []
+
+
+def test_a_result_tells_size_time_and_contiguity():
+    pool = make(block_bytes=2048)
+    result = pool.try_allocate(BlockAllocationRequest(3, 1))
+    assert (result.success, result.block_ids, result.is_contiguous) == (True, [1, 2, 3], True)
+    assert (result.allocated_memory, result.error) == (3 * 2048, None)
+    assert result.allocation_time > 0
+    assert make(storage=make_storage()).block_bytes == make_storage().block_bytes
+
+
+def test_a_result_tells_why_nothing_was_given():
+    pool = make()
+    result = pool.try_allocate(BlockAllocationRequest(11, 1))
+    assert (result.success, result.block_ids, result.allocated_memory) == (False, [], 0)
+    assert isinstance(result.error, PoolExhaustedError)
+    with pytest.raises(InvalidArgumentError):
+        pool.try_allocate(BlockAllocationRequest(-1, 1))
+
+
+def test_freeing_half_leaves_the_other_half():
+    pool = make()
+    ids = take(pool, 1, 4)
+    pool.free(ids[:2])
+    assert pool.blocks_of(1) == ids[2:]
+    assert draw(pool) == "..11......"
+    pool.free(ids[2:])
+    assert pool.list_sequences() == []
+    check(pool)
+
+
+# ---- sharing -------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_and_each_holder_frees_its_own():
+    pool = make()
+    ids = take(pool, 1, 3)
+    assert pool.fork(1, 2, num_blocks=2) == ids[:2]
+    assert [pool.get_block_info(block_id).ref_count for block_id in ids] == [2, 2, 1]
+    take(pool, 2, 1)
+    assert draw(pool) == "++12......"
+    assert pool.free_sequence(1) == 1
+    assert pool.get_block_info(ids[0]).sequence_id == 2
+    check(pool)
+    assert pool.free_sequence(2) == 3
+
+
+def test_free_takes_a_shared_block_from_who_has_held_it_longest_or_from_who_is_named():
+    pool = make()
+    [shared] = take(pool, 1, 1)
+    pool.fork(1, 2)
+    pool.fork(2, 3)
+    pool.free([shared], sequence_id=2)
+    assert pool.blocks_of(2) == []
+    pool.free([shared])
+    assert pool.get_block_info(shared).sequence_id == 3
+    check(pool)
+    with pytest.raises(UnknownSequenceError, match="sequence 1 holds no blocks"):
+        pool.free([shared], sequence_id=1)
+    pool.free([shared])
+    assert pool.get_free_blocks() == 10
+
+
+@pytest.mark.parametrize(("parent", "child", "count"), [(9, 2, None), (1, 3, None), (1, 2, 4), (1, 2, -1)])
+def test_a_fork_that_cannot_be_meant_changes_nothing(parent, child, count):
+    pool = make()
+    take(pool, 1, 3)
+    take(pool, 3, 1)
+    before = state(pool)
+    with pytest.raises(InvalidArgumentError):
+        pool.fork(parent, child, count)
+    assert state(pool) == before
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_served_in_turn_and_freed_at_once():
+    pool = make()
+    batches = pool.allocate_many([BlockAllocationRequest(2, 1), BlockAllocationRequest(3, 2)])
+    assert [len(batch) for batch in batches] == [2, 3]
+    pool.free_many(batches)
+    assert pool.get_free_blocks() == 10
+    check(pool)
+
+
+def test_a_batch_is_served_as_a_whole_or_not_at_all():
+    pool = make(max_pinned_blocks=4)
+    take(pool, 1, 2)
+    with pytest.raises(PoolExhaustedError, match="asked for 7 blocks for sequence 3, 4 are free of 10"):
+        pool.allocate_many(
+            [
+                BlockAllocationRequest(2, 1),
+                BlockAllocationRequest(2, 2, pinned=True),
+                BlockAllocationRequest(7, 3),
+            ]
+        )
+    assert draw(pool) == "11........"
+    assert pool.num_pinned_blocks == 0
+    check(pool)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "match"),
+    [
+        ([0], InvalidBlockError, "block 0 is not one of 1 to 10"),
+        ([11], InvalidBlockError, "block 11 is not one of 1 to 10"),
+        ([-1], InvalidBlockError, "block -1 is not one of"),
+        ([1, 5], InvalidBlockError, "block 5 is held by no sequence"),
+        ([1, 2, 1], InvalidBlockError, "block 1 is listed twice"),
+        (["1"], InvalidTypeError, "a block id is an int, not a str"),
+    ],
+)
+@pytest.mark.parametrize("method", ["free", "pin", "migrate"])
+def test_wrong_ids_change_nothing(method, ids, error, match):
+    pool, other = make(storage=make_storage()), make(device_id=1, storage=make_storage())
+    pool.connect(other)
+    take(pool, 1, 3)
+    before = state(pool)
+    call = {"free": pool.free, "pin": pool.pin, "migrate": lambda ids: pool.migrate_blocks(ids, 1)}[method]
+    if method == "pin" and "twice" in match:
+        return  # a pin more
+    with pytest.raises(error, match=match):
+        call(ids)
+    assert state(pool) == before
+    assert other.get_free_blocks() == 10
+
+
+def test_a_double_free_changes_nothing():
+    pool = make()
+    ids = take(pool, 1, 2)
+    take(pool, 2, 1)
+    pool.free(ids)
+    before = state(pool)
+    with pytest.raises(InvalidBlockError, match="held by no sequence"):
+        pool.free(ids)
+    with pytest.raises(UnknownSequenceError, match="Freed twice"):
+        pool.free_sequence(1)
+    again = take(pool, 1, 1)
+    with pytest.raises(InvalidBlockError, match="not held by sequence 2"):
+        pool.free(again, sequence_id=2)
+    pool.free_sequence(1)
+    assert sorted(state(pool).free) == sorted(before.free)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (BlockAllocationRequest(0, 1), InvalidArgumentError),
+        (BlockAllocationRequest(-3, 1), InvalidArgumentError),
+        (BlockAllocationRequest(2.0, 1), InvalidTypeError),
+        (BlockAllocationRequest(1, 1, priority=3), InvalidArgumentError),
+        (BlockAllocationRequest(1, -1), InvalidArgumentError),
+        (BlockAllocationRequest(2, 1, contiguous="maybe"), InvalidArgumentError),
+        (BlockAllocationRequest(1, 1, device_id=5), UnknownDeviceError),
+        (BlockAllocationRequest(11, 1), PoolExhaustedError),
+        (BlockAllocationRequest(3, 1, pinned=True), PinLimitError),
+    ],
+)
+def test_a_request_that_cannot_be_served_changes_nothing(request_, error):
+    pool = make(max_pinned_blocks=2)
+    take(pool, 1, 1)
+    before = state(pool)
+    with pytest.raises(error) as caught:
+        pool.allocate(request_)
+    assert isinstance(caught.value, KVPoolError)
+    assert state(pool) == before
+
+
+def test_a_refusal_is_a_memory_error():
+    pool = make()
+    with pytest.raises(
+        MemoryError, match=r"asked for 11 blocks for sequence 1, 10 are free of 10\. Tried: nothing"
+    ):
+        take(pool, 1, 11)
+
+
+@pytest.mark.parametrize(
+    "options", [{"total_blocks": 0}, {"reserved_blocks": 11}, {"storage": make_storage(num_blocks=10)}]
+)
+def test_a_pool_that_cannot_be_meant_is_refused(options):
+    with pytest.raises(InvalidArgumentError):
+        make(**options)
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+
+def test_a_pinned_block_is_freed_after_as_many_unpins_only():
+    pool = make()
+    ids = take(pool, 1, 2, pinned=True)
+    pool.pin([ids[0]])
+    for _ in range(2):
+        before = state(pool)
+        for attempt in (lambda: pool.free(ids), lambda: pool.free_sequence(1)):
+            with pytest.raises(PinnedBlockError, match="is pinned and nobody else holds it"):
+                attempt()
+        assert state(pool) == before
+        pool.unpin([ids[0]])
+    pool.unpin([ids[1]])
+    pool.free(ids)
+    check(pool)
+
+
+def test_a_pinned_block_may_lose_a_holder_as_long_as_one_is_left():
+    pool = make()
+    ids = take(pool, 1, 2, pinned=True)
+    pool.fork(1, 2)
+    pool.free_sequence(1)
+    assert pool.blocks_of(2) == ids
+    with pytest.raises(PinnedBlockError):
+        pool.free_sequence(2)
+    check(pool)
+
+
+def test_pins_are_capped_and_a_second_pin_of_a_block_is_free():
+    pool = make(max_pinned_blocks=2)
+    ids = take(pool, 1, 3)
+    pool.pin(ids[:2])
+    pool.pin(ids[:2])
+    with pytest.raises(PinLimitError, match="2 blocks are pinned and 1 more would be; at most 2 may"):
+        pool.pin(ids)
+    assert pool.num_pinned_blocks == 2
+    with pytest.raises(InvalidBlockError, match=f"block {ids[2]} is not pinned"):
+        pool.unpin(ids)
+    assert pool.num_pinned_blocks == 2
+    check(pool)

@@ -1,0 +1,102 @@
+"""Blocks that go to another device of this process, with their bytes."""
+
+import pytest
+from adapter.made_pool import check, draw, fill, make, make_storage, read, state, take
+
+from kv_pool import (
+    CopyFailedError,
+    InvalidArgumentError,
+    PinnedBlockError,
+    PoolExhaustedError,
+    UnknownDeviceError,
+)
+
+
+def make_pair(**options):
+    here, there = make(storage=make_storage()), make(5, device_id=1, storage=make_storage(6), **options)
+    here.connect(there)
+    take(here, 1, 2)
+    take(here, 2, 1)
+    take(here, 1, 1)
+    take(there, 3, 1)
+    fill(here)
+    fill(there)
+    return here, there
+
+
+def test_a_sequence_migrates_with_its_bytes():
+    here, there = make_pair()
+    old = here.blocks_of(1)
+    new = here.migrate_blocks(old, 1)
+    assert there.blocks_of(1) == new
+    assert [there.get_block_info(block_id).device_id for block_id in new] == [1, 1, 1]
+    assert read(there, 1) == [16, 17, 18]
+    assert read(there, 3) == [48]
+    assert (here.blocks_of(1), here.get_free_blocks()) == ([], 9)
+    assert there.migrate_blocks(new, 0)
+    assert read(here, 1) == [16, 17, 18]
+    check(here)
+    check(there)
+
+
+def test_a_result_counts_the_bytes():
+    here, there = make_pair()
+    result = here.try_migrate_blocks(here.blocks_of(1), 1)
+    assert (result.success, result.migrated_blocks) == (True, there.blocks_of(1))
+    assert result.transferred_bytes == 3 * here.block_bytes
+    assert result.migration_time > 0
+    refused = here.try_migrate_blocks(here.blocks_of(2), 9)
+    assert (refused.success, refused.migrated_blocks, refused.transferred_bytes) == (False, [], 0)
+    assert isinstance(refused.error, UnknownDeviceError)
+
+
+def test_a_shared_block_goes_with_one_holder_and_stays_with_the_other():
+    here, there = make_pair()
+    here.fork(1, 4)
+    here.migrate_blocks(here.blocks_of(1), 1)
+    assert read(there, 1) == read(here, 4) == [16, 17, 18]
+    assert here.blocks_of(1) == []
+    check(here)
+    check(there)
+
+
+def break_copy(here, there):
+    def break_off(source, target, sources, targets):
+        raise OSError("the link is down")
+
+    here._storage._copy = break_off
+
+
+@pytest.mark.parametrize(
+    ("hinder", "error"),
+    [
+        (break_copy, CopyFailedError),
+        (lambda here, there: here.pin(here.blocks_of(1)[1:2]), PinnedBlockError),
+        (lambda here, there: take(there, 5, 3), PoolExhaustedError),
+        (lambda here, there: setattr(there, "_storage", None), InvalidArgumentError),
+        (lambda here, there: setattr(there, "reserved_blocks", 2), PoolExhaustedError),
+    ],
+    ids=["copy breaks off", "pinned", "full there", "no storage", "reserve there"],
+)
+def test_what_cannot_migrate_changes_nothing_on_either_side(hinder, error):
+    here, there = make_pair()
+    hinder(here, there)
+    before = state(here), draw(there), there.get_free_blocks()
+    with pytest.raises(error):
+        here.migrate_blocks(here.blocks_of(1), 1)
+    assert (state(here), draw(there), there.get_free_blocks()) == before
+    check(here)
+    check(there)
+
+
+def test_unknown_devices_and_pools_that_do_not_fit():
+    here, there = make_pair()
+    with pytest.raises(
+        UnknownDeviceError, match=r"device 7 is not connected to device 0; connected are \[1\]"
+    ):
+        here.migrate_blocks(here.blocks_of(1), 7)
+    with pytest.raises(InvalidArgumentError, match="device 1 is known"):
+        here.connect(make(device_id=1))
+    with pytest.raises(InvalidArgumentError, match="device 0 is known"):
+        here.connect(here)
+    here.connect(there)  # again

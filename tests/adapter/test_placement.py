@@ -1,0 +1,154 @@
+"""Where the blocks of a request lie: next id, run, run made by moving others, anything. And who is told."""
+
+import pytest
+from adapter.made_pool import (
+    check,
+    draw,
+    fill,
+    make,
+    make_scattered,
+    make_storage,
+    read,
+    state,
+    take,
+)
+
+from kv_pool import BlockAllocationRequest, CopyFailedError, PinnedBlockError, PoolExhaustedError
+from kv_pool.storage.copy_cpu import copy_on_cpu
+
+
+class CopyThatBreaksOff:
+    """Copies `num_good` of the first plan's moves and fails."""
+
+    def __init__(self, num_good):
+        self.num_good = num_good
+
+    def __call__(self, source, target, sources, targets):
+        copy_on_cpu(source, target, sources[: self.num_good], targets[: self.num_good])
+        raise OSError("the device fell off the bus")
+
+
+def test_a_sequence_grows_into_the_next_id():
+    pool = make()
+    take(pool, 1, 2)
+    assert take(pool, 2, 1) == [3]
+    assert take(pool, 2, 1) == [4]
+    assert take(pool, 2, 3) == [5, 6, 7]
+    assert draw(pool) == "1122222..."
+
+
+def test_a_run_is_taken_where_there_is_one():
+    pool = make()
+    take(pool, 1, 1)
+    take(pool, 2, 2)
+    take(pool, 3, 1)
+    pool.free_sequence(2)
+    assert take(pool, 4, 3) == [5, 6, 7]
+    assert take(pool, 5, 2) == [2, 3]
+
+
+def test_without_a_run_a_preference_gives_what_there_is_and_says_so():
+    pool = make_scattered()
+    result = pool.try_allocate(BlockAllocationRequest(3, 6))
+    assert result.success
+    assert not result.is_contiguous
+    check(pool)
+
+
+def test_without_a_run_a_requirement_is_refused_and_nothing_changes():
+    pool = make_scattered()
+    before = state(pool)
+    with pytest.raises(PoolExhaustedError, match=r"asked for a run of 3 blocks .*no compaction"):
+        take(pool, 6, 3, contiguous="require")
+    assert state(pool) == before
+    assert len(take(pool, 6, 3, contiguous="no")) == 3
+
+
+@pytest.mark.parametrize("contiguous", ["prefer", "require"])
+def test_a_run_is_made_when_somebody_hears_of_moves(contiguous):
+    told = []
+    pool = make_scattered(on_moved=told.append, storage=make_storage())
+    fill(pool)
+    before = {sequence_id: pool.blocks_of(sequence_id) for sequence_id in range(1, 6)}
+    ids = take(pool, 6, 3, contiguous=contiguous)
+    assert ids == list(range(ids[0], ids[0] + 3))
+    [relocation] = told
+    remap = relocation.make_remap()
+    for sequence_id, old in before.items():
+        assert [remap[block_id] for block_id in old] == pool.blocks_of(sequence_id)
+        assert read(pool, sequence_id) == [16 * sequence_id]
+    check(pool)
+
+
+def test_no_more_is_moved_than_the_request_allows():
+    pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
+    before = draw(pool)
+    assert not pool.try_allocate(BlockAllocationRequest(5, 6, contiguous="require", max_moves=1)).success
+    assert draw(pool) == before
+    assert not pool.try_allocate(BlockAllocationRequest(5, 7, max_moves=1)).is_contiguous
+    check(pool)
+
+
+def test_pinned_blocks_stay_where_they_are():
+    pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
+    fill(pool)
+    pool.pin([3, 7])
+    pool.defragment()
+    assert pool.blocks_of(2) == [3]
+    assert pool.blocks_of(4) == [7]
+    assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
+    with pytest.raises(PoolExhaustedError, match="compaction"):
+        take(pool, 6, 5, contiguous="require")
+    check(pool)
+
+
+def test_defragment_brings_blocks_together_with_their_bytes():
+    told = []
+    pool = make_scattered(on_moved=told.append, storage=make_storage(), run_length=4)
+    fill(pool)
+    pool.fork(5, 8)
+    assert pool.get_fragmentation_rate() == 1.0
+    moved = pool.defragment()
+    assert moved == sum(len(relocation.moves) for relocation in told) > 0
+    assert pool.get_fragmentation_rate() == pytest.approx(0.2)
+    assert draw(pool)[5:] == "....."
+    assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
+    assert pool.blocks_of(8) == pool.blocks_of(5)
+    assert pool.defragment() == 0
+    check(pool)
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_a_copy_that_breaks_off_moves_nothing(num_good):
+    told = []
+    storage = make_storage(copy=CopyThatBreaksOff(num_good))
+    pool = make_scattered(on_moved=told.append, storage=storage)
+    storage._copy = copy_on_cpu
+    fill(pool)
+    storage._copy = CopyThatBreaksOff(num_good)
+    before = state(pool)
+    for attempt in (
+        pool.defragment,
+        lambda: take(pool, 6, 3, contiguous="require"),
+        lambda: take(pool, 6, 3),
+    ):
+        with pytest.raises(CopyFailedError, match="the device fell off the bus"):
+            attempt()
+        assert state(pool) == before
+        assert told == []
+    result = pool.try_allocate(BlockAllocationRequest(3, 6))
+    assert isinstance(result.error, CopyFailedError)
+    storage._copy = copy_on_cpu
+    assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
+    check(pool)
+
+
+def test_a_pinned_block_cannot_be_freed_by_defragmenting_either():
+    pool = make()
+    take(pool, 1, 2)
+    ids = take(pool, 2, 2, pinned=True)
+    pool.free_sequence(1)
+    assert pool.defragment() == 0
+    assert pool.blocks_of(2) == ids
+    with pytest.raises(PinnedBlockError):
+        pool.free(ids)

@@ -1,0 +1,214 @@
+"""Too few blocks: the reserve, eviction by policy, refusal, the migration hook; and what stays cached."""
+
+import pytest
+from adapter.made_pool import check, draw, make, make_scattered, make_storage, state, take
+from drawing import hash_of
+
+from kv_pool import InvalidArgumentError, LRUEviction, PoolExhaustedError, UnknownSequenceError
+
+
+def make_full(**options):
+    """Three sequences of three blocks each in a pool of nine."""
+    pool = make(9, **options)
+    for sequence_id in (1, 2, 3):
+        take(pool, sequence_id, 3)
+    return pool
+
+
+def test_the_reserve_is_for_higher_priorities():
+    pool = make(reserved_blocks=3)
+    take(pool, 1, 6)
+    with pytest.raises(PoolExhaustedError, match="4 are free of 10, 3 of them reserved"):
+        take(pool, 2, 2)
+    assert len(take(pool, 2, 1)) == 1
+    assert len(take(pool, 3, 2, priority=1)) == 2
+    assert len(take(pool, 4, 1, priority=2)) == 1
+    check(pool)
+
+
+def test_the_sequence_that_was_used_longest_ago_goes_first():
+    told = []
+    pool = make_full(
+        eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: told.append((sequence_id, ids))
+    )
+    pool.note_access(1)
+    victim = pool.blocks_of(2)
+    take(pool, 4, 2)
+    assert told == [(2, victim)]
+    assert draw(pool) == "11144.333"
+    with pytest.raises(UnknownSequenceError):
+        pool.free_sequence(2)
+    check(pool)
+
+
+def test_no_more_is_evicted_than_needed_and_none_where_it_would_not_help():
+    told = []
+    pool = make_full(
+        eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: told.append(sequence_id)
+    )
+    pool.pin(pool.blocks_of(3)[:1])
+    before = state(pool)
+    with pytest.raises(PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too little may go\)"):
+        take(pool, 4, 7)
+    assert state(pool) == before
+    take(pool, 4, 4)
+    assert told == [1, 2]
+    check(pool)
+
+
+def test_no_one_evicts_who_has_a_higher_priority_or_itself():
+    pool = make(9, eviction_policy=LRUEviction())
+    take(pool, 1, 3, priority=2)
+    take(pool, 2, 3, priority=1)
+    take(pool, 3, 3)
+    with pytest.raises(PoolExhaustedError):
+        take(pool, 3, 1)
+    take(pool, 4, 2)
+    assert pool.list_sequences() == [1, 2, 4]
+    take(pool, 5, 7, priority=2)
+    assert pool.list_sequences() == [5]
+    check(pool)
+
+
+def test_a_shared_block_is_free_when_all_that_hold_it_are_evicted():
+    pool = make(6, eviction_policy=LRUEviction())
+    take(pool, 1, 2)
+    pool.fork(1, 2)
+    take(pool, 3, 2)
+    take(pool, 4, 3)  # 2 are free; evicting 1 alone frees none
+    assert pool.list_sequences() == [3, 4]
+    assert pool.evict(3) == [3, 4]
+    assert pool.evict(1) == []
+    check(pool)
+
+
+def test_a_policy_may_spare_sequences_and_name_unknown_ones():
+    class OnlySecond:
+        def rank(self, sequences):
+            assert [sequence.sequence_id for sequence in sequences] == [1, 2, 3]
+            assert [sequence.num_blocks for sequence in sequences] == [3, 3, 3]
+            return [77, 2, 2]
+
+    pool = make_full(eviction_policy=OnlySecond())
+    take(pool, 4, 3)
+    assert pool.list_sequences() == [1, 3, 4]
+    check(pool)
+
+
+def test_sequences_are_evicted_for_a_run_when_nothing_may_move():
+    pool = make_scattered(eviction_policy=LRUEviction())
+    pool.note_access(1)
+    take(pool, 6, 3, contiguous="require")
+    assert pool.list_sequences() == [3, 4, 5, 1, 6]
+    check(pool)
+
+
+def test_an_owner_that_fails_to_hear_stops_the_eviction():
+    def fail(sequence_id, ids):
+        raise RuntimeError("not listening")
+
+    pool = make_full(eviction_policy=LRUEviction(), on_evicted=fail)
+    before = state(pool)
+    with pytest.raises(RuntimeError, match="not listening"):
+        take(pool, 4, 1)
+    assert state(pool) == before
+
+
+# ---- the migration hook --------------------------------------------------------------------------
+
+
+def test_a_hook_makes_room_on_another_device():
+    asked = []
+
+    def move_away(request, num_missing):
+        asked.append((request.sequence_id, num_missing))
+        pool.migrate_blocks(pool.blocks_of(1), 1)
+
+    pool = make_full(storage=make_storage(), migration_hook=move_away)
+    other = make(device_id=1, storage=make_storage())
+    pool.connect(other)
+    take(pool, 4, 2)
+    assert asked == [(4, 2)]
+    assert (pool.blocks_of(1), other.blocks_of(1)) == ([], [1, 2, 3])
+    check(pool)
+    check(other)
+
+
+def test_a_hook_that_makes_no_room_is_named_in_the_refusal():
+    pool = make_full(migration_hook=lambda request, num_missing: None)
+    with pytest.raises(PoolExhaustedError, match=r"Tried: the migration hook\."):
+        take(pool, 4, 1)
+
+
+# ---- what stays cached ---------------------------------------------------------------------------
+
+
+def cache_and_free(pool, sequence_id, numbers, priority=0):
+    ids = take(pool, sequence_id, len(numbers), priority=priority)
+    pool.cache_prefix(sequence_id, [hash_of(number) for number in numbers])
+    pool.free_sequence(sequence_id)
+    return ids
+
+
+def find(pool, numbers):
+    """Which of these hashes are found, each by itself."""
+    return [number for number in numbers if pool.block_pool.get_cached_block(hash_of(number), [0])]
+
+
+def test_a_prefix_outlives_its_sequence_and_is_claimed_by_another():
+    pool = make()
+    ids = take(pool, 1, 3)
+    pool.cache_prefix(1, [hash_of(1), hash_of(2)])
+    pool.cache_prefix(1, [hash_of(1), hash_of(2), hash_of(3)])
+    pool.free_sequence(1)
+    assert draw(pool) == "***......."
+    assert pool.claim_prefix(2, [hash_of(1), hash_of(2), hash_of(9)]) == ids[:2]
+    assert pool.claim_prefix(3, [hash_of(9)]) == []
+    take(pool, 2, 1)
+    assert pool.list_sequences() == [2]
+    with pytest.raises(InvalidArgumentError, match="holds blocks"):
+        pool.claim_prefix(2, [hash_of(1)])
+    with pytest.raises(InvalidArgumentError, match="4 hashes for the 3 blocks"):
+        pool.cache_prefix(2, [hash_of(1)] * 4)
+    check(pool)
+
+
+@pytest.mark.parametrize("contiguous", ["no", "prefer"])
+@pytest.mark.parametrize("high_first", [True, False])
+def test_low_priority_is_evicted_before_high(high_first, contiguous):
+    pool = make()
+    batches = [(1, range(1, 6), 1), (2, range(6, 11), 0)]
+    for sequence_id, numbers, priority in batches if high_first else reversed(batches):
+        cache_and_free(pool, sequence_id, numbers, priority)
+    take(pool, 3, 3, contiguous=contiguous)
+    assert find(pool, range(1, 6)) == [1, 2, 3, 4, 5]
+    take(pool, 4, 2, contiguous=contiguous)
+    assert find(pool, range(1, 11)) == [1, 2, 3, 4, 5]
+    take(pool, 5, 2, contiguous=contiguous)
+    assert len(find(pool, range(1, 11))) == 3
+    check(pool)
+
+
+def test_of_three_priorities_the_lowest_goes_first_whatever_the_order():
+    pool = make(9)
+    for sequence_id, priority in ((1, 2), (2, 0), (3, 1)):
+        cache_and_free(pool, sequence_id, range(3 * sequence_id, 3 * sequence_id + 3), priority)
+    left = []
+    for sequence_id in range(4, 13):
+        take(pool, sequence_id, 1)
+        left.append([len(find(pool, range(3 * held, 3 * held + 3))) for held in (2, 3, 1)])
+    assert left == sorted(left, reverse=True)
+    assert left[2] == [0, 3, 3]
+    assert left[5] == [0, 0, 3]
+    check(pool)
+
+
+def test_blocks_that_lost_their_hash_meanwhile_are_not_spared():
+    pool = make()
+    ids = cache_and_free(pool, 1, range(1, 6), priority=2)
+    cache_and_free(pool, 2, range(6, 11))
+    pool.block_pool.evict_blocks(ids)
+    take(pool, 3, 5, contiguous="no")
+    take(pool, 4, 5, contiguous="no")
+    assert pool.get_free_blocks() == 0
+    check(pool)
