@@ -66,7 +66,7 @@ NUM_CHECKS = {
     "remove_last_blocks": 1,
 }
 # How many statements serve only to undo what a failed check left half done.
-NUM_UNDOING = {"free_blocks": 5, "touch": 4, "unpin_blocks": 3, "cache_full_blocks": 3}
+NUM_UNDOING = {"free_blocks": 5, "take_blocks": 1, "touch": 4, "unpin_blocks": 3, "cache_full_blocks": 3}
 
 REQUEST_BLOCKS = 64
 HIT_BLOCKS = 256
