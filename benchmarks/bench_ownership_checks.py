@@ -62,7 +62,6 @@ NUM_CHECKS = {
     "move_block_hashes": 4,
     "_maybe_evict_cached_block": 1,
     "take_blocks": 2,
-    "swap_block_ids": 1,
     "remove_last_blocks": 1,
 }
 # How many statements serve only to undo what a failed check left half done.
