@@ -41,7 +41,17 @@ def has_gpu():
     return can_import_triton() and importlib.import_module("torch").cuda.is_available()
 
 
-NEEDS = {"vllm": can_import_vllm, "torch": can_import_torch, "triton": can_import_triton, "gpu": has_gpu}
+def can_import_transformers():
+    return can_import_torch() and importlib.util.find_spec("transformers") is not None
+
+
+NEEDS = {
+    "vllm": can_import_vllm,
+    "torch": can_import_torch,
+    "transformers": can_import_transformers,
+    "triton": can_import_triton,
+    "gpu": has_gpu,
+}
 """A test with one of these marks is left out where what it needs is missing."""
 
 

@@ -1,0 +1,144 @@
+"""`PagedBatch`: requests that go through a model together, one row each, and their slots meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
+from kv_pool.integrations.transformers.paged_attention import paged_attention
+from kv_pool.integrations.transformers.sequences import PagedSequences, pad_slots
+from kv_pool.manager.request import Request
+
+
+class PagedBatch:
+    """The rows of a model's input, and where the K and V of their tokens are.
+
+        row 0   |  computed  |  new  |            a prompt with a cached prefix
+        row 1   |       computed       |1|pad|    a sequence that decodes, padded to the width of the input
+
+    Args:
+        sequences: where the rows have their blocks.
+        requests: one a row, admitted.
+        num_new_tokens: new tokens of each row, where they differ or rows have different lengths; by default
+            the whole width of the input in every row.
+    Raises:
+        InvalidArgumentError: no rows, a row without new tokens, or rows of different lengths without
+            `num_new_tokens`.
+    """
+
+    def __init__(
+        self,
+        sequences: PagedSequences,
+        requests: Sequence[Request],
+        num_new_tokens: Sequence[int] | None = None,
+    ) -> None:
+        lengths = [request.num_computed_tokens for request in requests]
+        if not lengths or (num_new_tokens is None and len(set(lengths)) > 1):
+            raise InvalidArgumentError(
+                f"rows have {lengths} computed tokens; a batch has rows, and where their lengths differ "
+                "num_new_tokens has to say how many tokens of the input are whose"
+            )
+        if num_new_tokens is not None and (len(num_new_tokens) != len(lengths) or min(num_new_tokens) < 1):
+            raise InvalidArgumentError(f"{len(lengths)} rows with {list(num_new_tokens)} new tokens")
+        self.sequences = sequences
+        self.requests = list(requests)
+        self.num_new_tokens = None if num_new_tokens is None else list(num_new_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the longest row has K and V of."""
+        return max(request.num_computed_tokens for request in self.requests)
+
+    def count_new_tokens(self, width: int) -> list[int]:
+        """New tokens of each row of an input `width` tokens wide."""
+        if self.num_new_tokens is None:
+            return [width] * len(self.requests)
+        return self.num_new_tokens
+
+    def count_context(self, width: int) -> int:
+        """Tokens of the longest row after an input `width` tokens wide."""
+        return max(
+            request.num_computed_tokens + count
+            for request, count in zip(self.requests, self.count_new_tokens(width), strict=True)
+        )
+
+    def begin(self, num_rows: int, width: int) -> None:
+        """Reserve and look up the slots of a run of the model: before its first layer.
+
+        Raises:
+            InvalidArgumentError: an input of another shape than the rows say.
+            OutOfBlocksError: the new tokens do not fit. Rows before may have got blocks, which they keep.
+        """
+        counts = self.count_new_tokens(width)
+        if num_rows != len(self.requests) or max(counts) != width:
+            raise InvalidArgumentError(
+                f"an input of {num_rows} rows of {width} tokens for rows with {counts} new tokens"
+            )
+        for request, count in zip(self.requests, counts, strict=True):
+            if not self.sequences.reserve(request, count):
+                pool = self.sequences.manager.block_pool
+                raise OutOfBlocksError(
+                    f"request {request.request_id!r} needs room for {count} more tokens, and "
+                    f"{pool.get_num_free_blocks()} blocks are free. Free a request, and admit it again later"
+                )
+        self._counts = counts
+        self._ends = [
+            request.num_computed_tokens + count for request, count in zip(self.requests, counts, strict=True)
+        ]
+        rows = [
+            self.sequences.get_slots(request, 0, end)
+            for request, end in zip(self.requests, self._ends, strict=True)
+        ]
+        self._new_slots = np.concatenate(
+            [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
+        )
+        self._context_slots = pad_slots(rows)
+        self._tables = [self.sequences.manager.get_block_ids(request.request_id) for request in self.requests]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store K and V of the new tokens: (num_rows, num_kv_heads, width, head_size), padding left out."""
+        self.sequences.storage.write(layer, self._new_slots, self._flatten(key), self._flatten(value))
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all rows, gathered: (num_rows, num_kv_heads, longest, head_size), copies.
+
+        Short rows are filled up with their own first token; a mask has to hide it.
+        """
+        num_rows, longest = self._context_slots.shape
+        key, value = (
+            found.unflatten(0, (num_rows, longest)).transpose(1, 2)
+            for found in self.sequences.storage.read(layer, self._context_slots.reshape(-1))
+        )
+        return key, value
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attention over the blocks: (num_rows, num_heads, width, head_size) to (num_rows, width, ...).
+
+        What comes back for padding is zeros.
+        """
+        attended = paged_attention(
+            self._flatten(query),
+            self.sequences.storage,
+            layer,
+            self._tables,
+            self._ends,
+            self._counts,
+            scale=scale,
+        )
+        output = query.new_zeros(query.transpose(1, 2).shape)
+        for row, some in zip(output, attended.split(self._counts), strict=True):
+            row[: len(some)] = some
+        return output
+
+    def end(self) -> None:
+        """All layers have been written: the tokens are computed."""
+        for request, end in zip(self.requests, self._ends, strict=True):
+            self.sequences.note_computed(request, end)
+
+    def _flatten(self, states: torch.Tensor) -> torch.Tensor:
+        """(num_rows, heads, width, head_size) to (new tokens of all rows, heads, head_size)."""
+        rows = states.transpose(1, 2)
+        return torch.cat([row[:count] for row, count in zip(rows, self._counts, strict=True)])

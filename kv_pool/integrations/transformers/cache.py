@@ -1,0 +1,195 @@
+"""`PagedCache`: a transformers cache whose keys and values are in the pool's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.integrations.transformers.batch import PagedBatch
+from kv_pool.integrations.transformers.sequences import PagedSequences
+from kv_pool.manager.request import Request
+
+ATTENTION_NAME = "kv_pool"
+"""The name under which transformers finds attention over blocks: `model.set_attn_implementation`."""
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no types where it is not installed
+    """One layer's keys and values of the rows of a batch."""
+
+    is_sliding = False
+
+    def __init__(self, batch: PagedBatch, layer: int, gathers: bool) -> None:
+        super().__init__()
+        self._batch = batch
+        self._layer = layer
+        self._gathers = gathers
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the storage has its memory."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write K and V of the new tokens into their blocks.
+
+        Args:
+            key_states, value_states: (num_rows, num_kv_heads, width, head_size).
+        Returns:
+            Those of all tokens, (num_rows, num_kv_heads, longest row, head_size); or the new ones where
+            attention reads the blocks itself.
+        """
+        if self._layer == 0:
+            self._batch.begin(key_states.shape[0], key_states.shape[2])
+        self._batch.write(self._layer, key_states, value_states)
+        if self._layer == self._batch.sequences.storage.num_layers - 1:
+            found = self._batch.read(self._layer) if self._gathers else (key_states, value_states)
+            self._batch.end()
+            return found
+        return self._batch.read(self._layer) if self._gathers else (key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._batch.num_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._batch.count_context(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> NoReturn:
+        self._refuse("reset")
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        self._refuse("crop")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
+        self._refuse("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        self._refuse("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        self._refuse("batch_select_indices")
+
+    def offload(self) -> NoReturn:
+        self._refuse("offload")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise InvalidArgumentError(
+            f"{what}() is not for rows that share blocks: fork, free or migrate requests by PagedSequences"
+        )
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """Keys and values of requests in the pool's blocks, as `past_key_values` of an unchanged model.
+
+    With `generate`, for one request or several of equal length:
+
+        sequences.admit(request)                                 # a cached prefix is not computed again
+        output = model.generate(torch.tensor([request.all_token_ids]),
+                                past_key_values=PagedCache(sequences, [request]))
+        request.append_output_token_ids(output[0, request.num_prompt_tokens:].tolist())
+        sequences.note_computed(request, request.num_computed_tokens)    # others find what it generated
+
+    In an engine's step, for rows of any lengths; a new one each step, since rows come and go:
+
+        cache = PagedCache(sequences, requests, num_new_tokens)
+        logits = model(**cache.make_inputs()).logits             # row i: its tokens, then padding
+
+    Args:
+        sequences, requests, num_new_tokens: see `PagedBatch`.
+        gathers: True: any attention implementation works, on copies of the rows' K and V. False: the model's
+            attention is `ATTENTION_NAME`, which reads the blocks.
+
+    Blocks may be moved, shared, evicted and migrated whenever no forward pass is running; a pass looks its
+    slots up in its first layer. Beam search and assisted decoding are refused: they drop or reorder rows.
+    """
+
+    def __init__(
+        self,
+        sequences: PagedSequences,
+        requests: Sequence[Request],
+        num_new_tokens: Sequence[int] | None = None,
+        *,
+        gathers: bool = True,
+    ) -> None:
+        self.batch = PagedBatch(sequences, requests, num_new_tokens)
+        self.gathers = gathers
+        super().__init__(
+            layers=[PagedLayer(self.batch, layer, gathers) for layer in range(sequences.storage.num_layers)]
+        )
+
+    def make_inputs(self) -> dict[str, Any]:
+        """What the model is called with to compute the next `num_new_tokens` tokens of each row.
+
+        Returns:
+            input_ids, position_ids: (num_rows, width), int64; short rows are padded with their last token.
+            attention_mask: (num_rows, 1, width, longest row), the storage's dtype: 0 where a token is seen.
+            past_key_values: this cache; and paged_cache where attention reads the blocks.
+        Raises:
+            InvalidArgumentError: made without `num_new_tokens`, or a row does not have so many tokens.
+        """
+        counts = self.batch.num_new_tokens
+        if counts is None:
+            raise InvalidArgumentError("say num_new_tokens for each row: generate() makes its own inputs")
+        storage = self.batch.sequences.storage
+        dtype = getattr(torch, storage.dtype)
+        width = max(counts)
+        input_ids, positions = [], []
+        for request, count in zip(self.batch.requests, counts, strict=True):
+            start = request.num_computed_tokens
+            if start + count > request.num_tokens:
+                raise InvalidArgumentError(
+                    f"request {request.request_id!r} has {request.num_tokens} tokens, {start} of them "
+                    f"computed: it has no {count} new ones"
+                )
+            padding = width - count
+            token_ids = request.all_token_ids[start : start + count]
+            input_ids.append(token_ids + token_ids[-1:] * padding)
+            positions.append([*range(start, start + count), *[start + count - 1] * padding])
+        position_ids = torch.tensor(positions, device=storage.device)
+        context = torch.arange(self.batch.count_context(width), device=storage.device)
+        unseen = context > position_ids[:, None, :, None]
+        mask = torch.zeros(unseen.shape, dtype=dtype, device=storage.device)
+        inputs = {
+            "input_ids": torch.tensor(input_ids, device=storage.device),
+            "position_ids": position_ids,
+            "attention_mask": mask.masked_fill(unseen, torch.finfo(dtype).min),
+            "past_key_values": self,
+        }
+        return inputs if self.gathers else {**inputs, "paged_cache": self}
+
+
+def attend_over_blocks(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_cache: PagedCache | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function over `paged_cache`: what the model's call was given by that name.
+
+    Returns:
+        (num_rows, width, num_heads, head_size), and no weights. `key`, `value` are in the blocks already, and
+        the mask is the causal one.
+    Raises:
+        InvalidArgumentError: called without such a cache, or with one that gathers.
+    """
+    if paged_cache is None or paged_cache.gathers:
+        raise InvalidArgumentError(
+            f"attention {ATTENTION_NAME!r} reads blocks: call the model with PagedCache(..., gathers=False)"
+            ".make_inputs()"
+        )
+    return paged_cache.batch.attend(module.layer_idx, query, scaling), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend_over_blocks)

@@ -1,0 +1,201 @@
+"""`PagedSequences`: requests whose K and V are in the blocks of one pool and the bytes of one storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockMove
+from kv_pool.integrations.transformers.positions import list_slots
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.request import Request
+from kv_pool.storage.kv_storage import KVStorage
+
+
+def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str = "NHD") -> KVStorage:
+    """A storage for the K and V of a transformers model: its heads and layers, its dtype and device.
+
+    Args:
+        model: a `PreTrainedModel` with full attention in all layers.
+        num_blocks: those of the pool, the null block included.
+        layout: see `KVStorage.allocate`.
+    """
+    config = model.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KVStorage.allocate(
+        num_blocks,
+        block_size,
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        head_size,
+        str(model.dtype).removeprefix("torch."),
+        str(model.device),
+        layout,
+        library="torch",
+    )
+
+
+class PagedSequences:
+    """Requests of one pool with their K and V: admitted, grown, freed, forked, and migrated to another pool.
+
+    It keeps no block ids: they are asked of the manager whenever the model runs. So blocks may be moved at
+    any time between two runs, as long as bytes and ids are moved together.
+
+        sequences = PagedSequences(KVCacheManager(pool), allocate_storage(model, pool.num_gpu_blocks, 16))
+        sequences.admit(request)
+        model.generate(token_ids, past_key_values=PagedCache(sequences, [request]))
+
+    Args:
+        manager: of the pool that the blocks come from.
+        storage: torch tensors with a block for each of the pool's and the manager's block size.
+    Raises:
+        InvalidArgumentError: a storage that does not fit.
+
+    `request.num_computed_tokens` is kept here: it says how many tokens have K and V in every layer. A block
+    becomes findable when its last layer has been written, never before.
+    """
+
+    def __init__(self, manager: KVCacheManager, storage: KVStorage) -> None:
+        num_blocks = manager.block_pool.num_gpu_blocks
+        if storage.block_size != manager.block_size or storage.num_blocks < num_blocks:
+            raise InvalidArgumentError(
+                f"the storage has {storage.num_blocks} blocks of {storage.block_size} tokens, the pool "
+                f"{num_blocks} of {manager.block_size}"
+            )
+        if not isinstance(storage.tensors[0], torch.Tensor) or not storage.has_values:
+            raise InvalidArgumentError(
+                "a model needs K and V in torch tensors; KVStorage.allocate(..., library='torch')"
+            )
+        self.manager = manager
+        self.storage = storage
+
+    def admit(self, request: Request, max_prefix_tokens: int | None = None) -> int | None:
+        """Give a request blocks for all its tokens: those of its longest cached prefix, and new ones.
+
+        Args:
+            request: without blocks: new, or freed before.
+            max_prefix_tokens: reuse no more than this; all but the last token by default.
+        Returns:
+            How many tokens need not be computed, also in `request.num_computed_tokens`; None where the
+            blocks do not fit, with nothing changed.
+        """
+        prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
+        num_new_tokens = request.num_tokens - prefix.num_tokens
+        if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
+            return None
+        request.num_computed_tokens = prefix.num_tokens
+        return prefix.num_tokens
+
+    def reserve(self, request: Request, num_new_tokens: int) -> bool:
+        """Slots for so many tokens after the computed ones; False where they do not fit, nothing changed."""
+        return self.manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=True) is not None
+
+    def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Slots of the request's positions `[start, stop)` right now: (stop - start,), int64."""
+        block_ids = self.manager.get_block_ids(request.request_id)
+        return list_slots(block_ids, start, stop, self.manager.block_size)
+
+    def note_computed(self, request: Request, num_tokens: int) -> None:
+        """K and V of the first `num_tokens` tokens are written in every layer.
+
+        Full blocks among those whose tokens the request knows become findable. Call it again when tokens
+        that were computed before are appended, as after `generate`.
+        """
+        request.num_computed_tokens = num_tokens
+        self.manager.cache_blocks(request, min(num_tokens, request.num_tokens))
+
+    def free(self, request: Request) -> None:
+        """Give its blocks back. It may be admitted again: what is still cached then is not computed anew."""
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+
+    def fork(self, request: Request, child: Request) -> bool:
+        """Let `child` go on from where `request` is, in the same blocks.
+
+        Full blocks that are cached are shared, by one more reference. The last block, which both will write
+        to, is copied, and so is any that is not cached.
+
+        Args:
+            child: without blocks, with the tokens of `request` that have been computed, and at least one
+                more.
+        Returns:
+            False where the blocks do not fit, with nothing changed.
+        Raises:
+            InvalidArgumentError: other tokens. Nothing has changed.
+            CopyFailedError: the child has no blocks.
+        """
+        num_tokens = request.num_computed_tokens
+        if (
+            child.num_tokens <= num_tokens
+            or child.all_token_ids[:num_tokens] != request.all_token_ids[:num_tokens]
+        ):
+            raise InvalidArgumentError(
+                f"request {child.request_id!r} does not go on from the {num_tokens} computed tokens of "
+                f"{request.request_id!r}"
+            )
+        return self._copy_to(request, self, child)
+
+    def migrate(self, request: Request, target: PagedSequences) -> bool:
+        """Move a request with its K and V to another pool and storage, such as those of another device.
+
+        What the target has cached of it is not copied. Here its blocks become free, and stay cached.
+
+        Args:
+            target: with the same hashes, block size and block format; another layout will do.
+        Returns:
+            False where the target has no room, with nothing changed.
+        Raises:
+            CopyFailedError, InvalidArgumentError: the request is still here, and nowhere else.
+        """
+        if target is self:
+            raise InvalidArgumentError(f"request {request.request_id!r} is there already")
+        num_tokens = request.num_computed_tokens
+        request.num_computed_tokens = 0
+        try:
+            has_moved = self._copy_to(request, target, request, num_tokens)
+        except BaseException:
+            request.num_computed_tokens = num_tokens
+            raise
+        if has_moved:
+            self.manager.free(request)
+        request.num_computed_tokens = num_tokens
+        return has_moved
+
+    def _copy_to(
+        self, request: Request, target: PagedSequences, copy: Request, num_tokens: int | None = None
+    ) -> bool:
+        """Give `copy` blocks in `target` with the K and V of `request`.
+
+        |<-- found in the target's cache -->|<-- get new blocks, and the bytes of these -->|
+        """
+        num_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
+        manager = target.manager
+        prefix = manager.get_computed_blocks(copy, num_tokens)
+        num_new_tokens = num_tokens - prefix.num_tokens
+        if manager.allocate_slots(copy, num_new_tokens, prefix, delay_cache_blocks=True) is None:
+            return False
+        sources = self.manager.get_block_ids(request.request_id)
+        targets = manager.get_block_ids(copy.request_id)
+        first = len(prefix.blocks)
+        moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
+        try:
+            self.storage.copy_to(target.storage, moves)
+        except BaseException:
+            manager.free(copy)
+            raise
+        target.note_computed(copy, num_tokens)
+        return True
+
+
+def pad_slots(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """(num_rows, longest) slots; short rows repeat their first one, whose K and V are numbers."""
+    padded = np.empty((len(rows), max(len(row) for row in rows)), np.int64)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = row
+        place[len(row) :] = row[0]
+    return padded

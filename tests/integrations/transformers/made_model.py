@@ -1,0 +1,85 @@
+"""A tiny Llama with random weights, what it generates without a pool, and a pool for it."""
+
+import functools
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
+
+torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+
+BLOCK_SIZE, NUM_LAYERS, VOCABULARY = 4, 2, 97
+HASHER = BlockHasher("sha256", block_size=BLOCK_SIZE)
+
+
+@functools.cache
+def make_model(attention="sdpa", device="cpu", dtype="float64"):
+    """The same weights whatever the attention and the device. Large ones: what it says depends on K and V."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.4,
+        eos_token_id=None,
+        bos_token_id=None,
+        attn_implementation=attention,
+    )
+    model = LlamaForCausalLM(config).to(device=device, dtype=getattr(torch, dtype)).eval()
+    model.generation_config.do_sample = False
+    return model
+
+
+@functools.cache
+def generate_dense(prompt, num_tokens):
+    """What follows `prompt`, a tuple, with transformers' own cache."""
+    input_ids = torch.tensor([prompt])
+    output = make_model().generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=num_tokens
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def find_dense_kv(token_ids):
+    """[(key, value)] by layer of all these tokens, each (num_tokens, num_kv_heads, head_size)."""
+    layers = make_model()(torch.tensor([token_ids])).past_key_values.layers
+    return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in layers]
+
+
+def make_sequences(num_blocks=40, layout="NHD", model=None, block_size=BLOCK_SIZE):
+    pool = BlockPool(num_blocks, True, BLOCK_SIZE)
+    storage = allocate_storage(model or make_model(), num_blocks, block_size, layout)
+    return PagedSequences(KVCacheManager(pool, block_size), storage)
+
+
+def make_request(request_id, prompt):
+    return Request(request_id, list(prompt), HASHER)
+
+
+def check_kv(sequences, request):
+    """The K and V of what is computed are those that the dense model computes."""
+    num_tokens = request.num_computed_tokens
+    if not num_tokens:
+        return
+    slots = sequences.get_slots(request, 0, num_tokens)
+    for layer, (key, value) in enumerate(find_dense_kv(request.all_token_ids[:num_tokens])):
+        found = sequences.storage.read(layer, slots)
+        torch.testing.assert_close(found[0].cpu(), key, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[1].cpu(), value, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def run_step(model, sequences, requests, num_new_tokens, gathers=True):
+    """One forward pass; a row whose last token was computed gets the next one appended."""
+    cache = PagedCache(sequences, requests, num_new_tokens, gathers=gathers)
+    logits = model(**cache.make_inputs()).logits
+    for row, (request, count) in enumerate(zip(requests, num_new_tokens, strict=True)):
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids([int(logits[row, count - 1].argmax())])

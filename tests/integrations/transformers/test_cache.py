@@ -1,0 +1,194 @@
+"""An unchanged model generates from the pool's blocks what it generates from its own cache."""
+
+import pytest
+
+from kv_pool import InvalidArgumentError, OutOfBlocksError
+
+pytestmark = pytest.mark.transformers
+
+PROMPT = tuple(range(10, 31))  # 21 tokens: 5 full blocks and a rest
+
+
+def generate(sequences, requests, num_tokens, model=None):
+    import torch
+    from integrations.transformers.made_model import make_model
+
+    from kv_pool.integrations.transformers import PagedCache
+
+    input_ids = torch.tensor([request.all_token_ids for request in requests])
+    output = (model or make_model()).generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=PagedCache(sequences, requests),
+        max_new_tokens=num_tokens,
+    )
+    return output[:, input_ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
+def test_generate_says_what_it_says_without_a_pool(layout):
+    from integrations.transformers.made_model import check_kv, generate_dense, make_request, make_sequences
+
+    sequences = make_sequences(layout=layout)
+    request = make_request("r", PROMPT)
+    assert sequences.admit(request) == 0
+    assert generate(sequences, [request], 12) == [generate_dense(PROMPT, 12)]
+    assert request.num_computed_tokens == len(PROMPT) + 11
+    request.append_output_token_ids(generate_dense(PROMPT, 12))
+    check_kv(sequences, request)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_rows_of_equal_length_generate_together(attention):
+    from integrations.transformers.made_model import (
+        generate_dense,
+        make_model,
+        make_request,
+        make_sequences,
+    )
+
+    sequences = make_sequences()
+    prompts = [PROMPT, PROMPT[::-1], (5,) * len(PROMPT)]
+    requests = [make_request(str(row), prompt) for row, prompt in enumerate(prompts)]
+    for request in requests:
+        sequences.admit(request)
+    expected = [generate_dense(prompt, 8) for prompt in prompts]
+    assert generate(sequences, requests, 8, make_model(attention)) == expected
+
+
+def test_a_cached_prefix_is_not_computed_again():
+    from integrations.transformers.made_model import generate_dense, make_request, make_sequences
+
+    sequences = make_sequences()
+    first = make_request("first", PROMPT)
+    sequences.admit(first)
+    generate(sequences, [first], 8)
+    first.append_output_token_ids(generate_dense(PROMPT, 8))
+    sequences.note_computed(first, first.num_computed_tokens)
+    held = sequences.manager.get_block_ids("first")
+
+    # A model that gets the prefix again would be noticed: the storage's blocks would change.
+    longer = PROMPT + tuple(generate_dense(PROMPT, 8)) + (1, 2)
+    second = make_request("second", longer)
+    assert sequences.admit(second) == 28
+    assert sequences.manager.get_block_ids("second")[:7] == held[:7]
+    before = [sequences.storage.read_block(block_id) for block_id in held[:7]]
+    widths = []
+    model = counting_model(widths)
+    assert generate(sequences, [second], 4, model) == [generate_dense(longer, 4)]
+    assert widths == [len(longer) - 28, 1, 1, 1]
+    assert [sequences.storage.read_block(block_id) for block_id in held[:7]] == before
+
+
+def counting_model(widths):
+    from integrations.transformers.made_model import make_model
+
+    model = make_model.__wrapped__()
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    return model
+
+
+def test_nothing_is_findable_before_its_last_layer_is_written():
+    import torch
+    from integrations.transformers.made_model import make_model, make_request, make_sequences
+
+    from kv_pool.integrations.transformers import PagedCache
+
+    sequences = make_sequences()
+    request, other = make_request("r", PROMPT), make_request("other", PROMPT)
+    sequences.admit(request)
+    found = []
+    model = make_model.__wrapped__()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda *_: found.append(sequences.manager.get_computed_blocks(other).num_tokens)
+        )
+    with torch.no_grad():
+        model(**PagedCache(sequences, [request], [21]).make_inputs())
+    assert found == [0, 0]
+    assert sequences.manager.get_computed_blocks(other).num_tokens == 20
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "attention over blocks"])
+def test_prompts_and_decodes_of_any_length_share_a_step(gathers):
+    from integrations.transformers.made_model import (
+        check_kv,
+        generate_dense,
+        make_model,
+        make_request,
+        make_sequences,
+        run_step,
+    )
+
+    model = make_model("sdpa" if gathers else "kv_pool")
+    sequences = make_sequences()
+    requests = [make_request(str(length), PROMPT[:length]) for length in (1, 9, 21)]
+    for request in requests:
+        sequences.admit(request)
+    run_step(model, sequences, requests[:1], [1], gathers)
+    run_step(model, sequences, requests[:2], [1, 6], gathers)
+    run_step(model, sequences, requests, [1, 3, 20], gathers)
+    for _ in range(6):
+        run_step(model, sequences, requests, [1, 1, 1], gathers)
+    for request in requests:
+        generated = request.all_token_ids[request.num_prompt_tokens :]
+        prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
+        assert generated == generate_dense(prompt, len(generated))
+        check_kv(sequences, request)
+
+
+def test_a_wrong_block_would_be_noticed():
+    """The model's tokens do depend on the K and V of every block, or this file would show little."""
+    from integrations.transformers.made_model import (
+        generate_dense,
+        make_model,
+        make_request,
+        make_sequences,
+        run_step,
+    )
+
+    for index in range(5):
+        sequences = make_sequences()
+        request = make_request("r", PROMPT)
+        sequences.admit(request)
+        run_step(make_model(), sequences, [request], [21])
+        ids = sequences.manager.get_block_ids("r")
+        sequences.storage.apply_moves([(ids[(index + 1) % 5], ids[index])])
+        for _ in range(7):
+            run_step(make_model(), sequences, [request], [1])
+        assert request.all_token_ids[21:] != generate_dense(PROMPT, 8)
+
+
+def test_what_a_batch_cannot_be_is_refused():
+    import torch
+    from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
+
+    from kv_pool.integrations.transformers import PagedCache, PagedSequences
+    from kv_pool.storage import KVStorage
+
+    sequences = make_sequences(num_blocks=8)
+    request, other = make_request("r", PROMPT), make_request("other", (1, 2))
+    sequences.admit(request)
+    with pytest.raises(InvalidArgumentError, match="a batch has rows"):
+        PagedCache(sequences, [])
+    with pytest.raises(InvalidArgumentError, match="new tokens"):
+        PagedCache(sequences, [request], [0])
+    with pytest.raises(InvalidArgumentError, match="has no 22 new ones"):
+        PagedCache(sequences, [request], [22]).make_inputs()
+    with pytest.raises(InvalidArgumentError, match="say num_new_tokens"):
+        PagedCache(sequences, [request]).make_inputs()
+    with pytest.raises(InvalidArgumentError, match="2 rows of 3 tokens"):
+        make_model()(torch.ones(2, 3, dtype=torch.int64), past_key_values=PagedCache(sequences, [request]))
+    cache = PagedCache(sequences, [request])
+    with pytest.raises(InvalidArgumentError, match="PagedSequences"):
+        cache.crop(-1)
+    with pytest.raises(InvalidArgumentError, match="gathers=False"):
+        run_step(make_model("kv_pool"), sequences, [request], [21])
+    with pytest.raises(OutOfBlocksError, match="0 blocks are free"):
+        generate(sequences, [request], 20)
+    assert sequences.admit(other) is None
+    sequences.free(request)
+    with pytest.raises(InvalidArgumentError, match="blocks of 4 tokens"):
+        PagedSequences(sequences.manager, KVStorage.allocate(4, 4, 2, 2, 8, "float64", library="torch"))
+    with pytest.raises(InvalidArgumentError, match="torch tensors"):
+        PagedSequences(sequences.manager, KVStorage.allocate(8, 4, 2, 2, 8, "float64"))

@@ -1,0 +1,161 @@
+"""Random schedules on two devices: every token equals the dense run's, whatever was moved in between."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from kv_pool.core.invariants import check
+
+pytestmark = pytest.mark.transformers
+
+NUM_ACTIONS, MOST_TOKENS, MAX_RUNNING = 500, 12, 6
+DEVICES = [("cpu", "cpu"), pytest.param(("cpu", "cuda:0"), marks=pytest.mark.gpu)]
+
+
+class RandomEngine:
+    """Two devices, each with a model, a pool and a storage; which request runs or moves is drawn."""
+
+    def __init__(self, seed, devices, attention):
+        from integrations.transformers.made_model import make_model, make_sequences
+
+        self.rng = random.Random(seed)
+        self.gathers = attention != "kv_pool"
+        self.models = [make_model(attention, device) for device in devices]
+        layouts = self.rng.choice([("NHD", "BLNHC"), ("BLNHC", "NHD"), ("FLASH", "SGLANG"), ("NHD", "NHD")])
+        self.devices = [
+            make_sequences(num_blocks, layout, model)
+            for num_blocks, layout, model in zip((40, 30), layouts, self.models, strict=True)
+        ]
+        self.running = [[], []]
+        self.waiting = []
+        self.all = []
+        self.tally = Counter()
+        self.prefixes = [[self.rng.randrange(97) for _ in range(14)] for _ in range(2)]
+
+    def draw(self):
+        """A device, and one of its requests."""
+        side = self.rng.choice([side for side in (0, 1) if self.running[side]] or [None])
+        return (None, None) if side is None else (side, self.rng.choice(self.running[side]))
+
+    def submit(self):
+        from integrations.transformers.made_model import make_request
+
+        prompt = self.rng.choice(self.prefixes)[: self.rng.choice([5, 8, 12, 14])]
+        prompt = prompt + [self.rng.randrange(97) for _ in range(self.rng.randint(1, 6))]
+        self.waiting.append(make_request(f"r{len(self.all)}", prompt))
+        self.all.append(self.waiting[-1])
+
+    def admit(self):
+        side = self.rng.randrange(2)
+        if self.waiting and len(self.running[side]) < MAX_RUNNING:
+            num_tokens = self.devices[side].admit(self.waiting[0])
+            if num_tokens is not None:
+                self.running[side].append(self.waiting.pop(0))
+                self.tally["hit tokens"] += num_tokens
+
+    def step(self):
+        """One forward pass of some requests: chunks of prompts and decodes together."""
+        from integrations.transformers.made_model import run_step
+
+        side, _ = self.draw()
+        if side is None:
+            return
+        rows = self.rng.sample(self.running[side], self.rng.randint(1, len(self.running[side])))
+        counts = [
+            self.rng.randint(max(1, left - 3), left)
+            for left in (request.num_tokens - request.num_computed_tokens for request in rows)
+        ]
+        rows = [
+            (request, count)
+            for request, count in zip(rows, counts, strict=True)
+            if self.devices[side].reserve(request, count)
+        ]
+        if rows:
+            run_step(self.models[side], self.devices[side], *map(list, zip(*rows, strict=True)), self.gathers)
+            self.tally["steps"] += 1
+        else:
+            self.preempt()
+        for request in list(self.running[side]):
+            if request.num_tokens - request.num_prompt_tokens >= MOST_TOKENS:
+                self.running[side].remove(request)
+                self.devices[side].free(request)
+                self.tally["finished"] += 1
+
+    def preempt(self):
+        side, request = self.draw()
+        if request is not None:
+            self.running[side].remove(request)
+            self.devices[side].free(request)
+            self.waiting.append(request)
+            self.tally["preempted"] += 1
+
+    def fork(self):
+        from integrations.transformers.made_model import make_request
+
+        side, request = self.draw()
+        if request is None or not request.num_computed_tokens or len(self.running[side]) >= MAX_RUNNING:
+            return
+        token_ids = request.all_token_ids[: request.num_computed_tokens]
+        child = make_request(f"r{len(self.all)}", [*token_ids, self.rng.randrange(97)])
+        if self.devices[side].fork(request, child):
+            self.all.append(child)
+            self.running[side].append(child)
+            self.tally["forked"] += 1
+
+    def migrate(self):
+        side, request = self.draw()
+        if request is not None and self.devices[side].migrate(request, self.devices[1 - side]):
+            self.running[side].remove(request)
+            self.running[1 - side].append(request)
+            self.tally["migrated"] += 1
+
+    def evict(self):
+        pool = self.rng.choice(self.devices).manager.block_pool
+        cached = [block.block_id for block in pool.blocks if block.block_hash]
+        chosen = self.rng.sample(cached, self.rng.randint(0, len(cached)) // 2)
+        pool.evict_blocks(chosen)
+        self.tally["evicted"] += len(chosen)
+
+    def compact(self):
+        from integrations.transformers.moved_blocks import move_blocks
+
+        self.tally["moved"] += move_blocks(self.rng, self.rng.choice(self.devices))
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+@pytest.mark.parametrize("attention", ["sdpa", "kv_pool"])
+@pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
+def test_every_token_equals_the_dense_run(seed, attention, devices):
+    from integrations.transformers.made_model import check_kv, generate_dense
+
+    engine = RandomEngine(seed, devices, attention)
+    actions = [engine.submit, engine.admit, engine.admit, engine.step, engine.step, engine.step]
+    actions += [engine.preempt, engine.fork, engine.migrate, engine.evict, engine.compact, engine.compact]
+    for _ in range(8):
+        engine.submit()
+    for _ in range(NUM_ACTIONS):
+        engine.rng.choice(actions)()
+        for sequences in engine.devices:
+            check(sequences.manager.block_pool)
+    for side, sequences in enumerate(engine.devices):
+        for request in engine.running[side]:
+            check_kv(sequences, request)
+    num_tokens = 0
+    for request in engine.all:
+        generated = request.all_token_ids[request.num_prompt_tokens :]
+        prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
+        assert generated == generate_dense(prompt, MOST_TOKENS)[: len(generated)]
+        num_tokens += len(generated)
+    happened = {what for what in engine.tally if engine.tally[what] > 1}
+    assert happened >= {
+        "hit tokens",
+        "steps",
+        "finished",
+        "preempted",
+        "forked",
+        "migrated",
+        "moved",
+        "evicted",
+    }
+    assert num_tokens > 200

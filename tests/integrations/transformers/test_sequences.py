@@ -1,0 +1,154 @@
+"""Requests that are freed, resumed, forked and migrated go on as if nothing had happened."""
+
+import pytest
+
+from kv_pool import CopyFailedError, InvalidArgumentError
+from kv_pool.core.invariants import check
+
+pytestmark = pytest.mark.transformers
+
+PROMPT = tuple(range(10, 31))
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def started():
+    """Sequences with one request, its prompt computed and three tokens generated: 23 tokens have K and V."""
+    from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
+
+    sequences = make_sequences()
+    request = make_request("r", PROMPT)
+    sequences.admit(request)
+    run_step(make_model(), sequences, [request], [21])
+    for _ in range(2):
+        run_step(make_model(), sequences, [request], [1])
+    return sequences, request
+
+
+def go_on(sequences, request, model=None):
+    """Generate to ten tokens and compare."""
+    from integrations.transformers.made_model import check_kv, generate_dense, make_model, run_step
+
+    while request.num_tokens - request.num_prompt_tokens < 10:
+        num_new_tokens = request.num_tokens - request.num_computed_tokens
+        run_step(model or make_model(), sequences, [request], [num_new_tokens])
+    prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
+    assert request.all_token_ids[request.num_prompt_tokens :] == generate_dense(prompt, 10)
+    check_kv(sequences, request)
+    check(sequences.manager.block_pool)
+
+
+def test_a_freed_request_resumes_from_what_is_still_cached(started):
+    sequences, request = started
+    ids = sequences.manager.get_block_ids("r")
+    sequences.free(request)
+    sequences.manager.block_pool.evict_blocks([ids[3]])
+    assert sequences.admit(request) == 12
+    assert request.num_computed_tokens == 12
+    go_on(sequences, request)
+
+
+def test_what_does_not_fit_is_not_admitted(started):
+    from integrations.transformers.made_model import make_request
+
+    sequences, request = started
+    pool = sequences.manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    child = make_request("child", [*request.all_token_ids])
+    assert sequences.admit(make_request("other", range(40, 50))) is None
+    assert not sequences.fork(request, child)
+    assert child.num_computed_tokens == 0
+    pool.free_blocks(taken)
+    go_on(sequences, request)
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_last(started):
+    from integrations.transformers.made_model import make_request
+
+    sequences, request = started
+    child = make_request("child", [*request.all_token_ids[:23], 50])
+    assert sequences.fork(request, child)
+    ids, child_ids = (sequences.manager.get_block_ids(name) for name in ("r", "child"))
+    assert ids[:5] == child_ids[:5]
+    assert ids[5] != child_ids[5]
+    assert [sequences.manager.block_pool.blocks[block_id].ref_cnt for block_id in ids] == [2] * 5 + [1]
+    go_on(sequences, child)
+    go_on(sequences, request)
+
+
+def test_a_fork_copies_what_is_not_cached_any_more(started):
+    from integrations.transformers.made_model import make_request
+
+    sequences, request = started
+    ids = sequences.manager.get_block_ids("r")
+    sequences.manager.block_pool.evict_blocks([ids[2]])
+    child = make_request("child", [*request.all_token_ids[:23], 50])
+    assert sequences.fork(request, child)
+    assert sequences.manager.get_block_ids("child")[:2] == ids[:2]
+    assert not set(sequences.manager.get_block_ids("child")[2:]) & set(ids)
+    sequences.free(request)
+    go_on(sequences, child)
+
+
+def test_a_fork_goes_on_from_the_same_tokens(started):
+    from integrations.transformers.made_model import make_request
+
+    sequences, request = started
+    for token_ids in (request.all_token_ids[:23], [1, *request.all_token_ids[1:]]):
+        with pytest.raises(InvalidArgumentError, match="go on from the 23 computed tokens"):
+            sequences.fork(request, make_request("child", token_ids))
+    go_on(sequences, request)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_migrates_to_another_storage_and_layout(started, device):
+    from integrations.transformers.made_model import make_model, make_sequences
+
+    sequences, request = started
+    model = make_model(device=device)
+    target = make_sequences(20, "BLNHC", model)
+    assert sequences.migrate(request, target)
+    assert request.num_computed_tokens == 23
+    with pytest.raises(InvalidArgumentError):
+        sequences.manager.get_block_ids("r")
+    go_on(target, request, model)
+    check(sequences.manager.block_pool)
+    assert target.migrate(request, sequences)
+    assert len(sequences.manager.get_block_ids("r")) == 8
+
+
+def test_migration_copies_only_what_the_target_has_not_cached(started):
+    from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
+
+    sequences, request = started
+    target = make_sequences(20)
+    there = make_request("there", PROMPT[:14])
+    target.admit(there)
+    run_step(make_model(), target, [there], [14])
+    assert sequences.migrate(request, target)
+    shared = target.manager.get_block_ids("there")[:3]
+    assert target.manager.get_block_ids("r")[:3] == shared
+    go_on(target, request)
+
+
+def test_a_request_stays_where_it_is_when_the_target_is_full_or_the_copy_fails(started, monkeypatch):
+    from integrations.transformers.made_model import make_sequences
+
+    sequences, request = started
+    held = sequences.manager.get_block_ids("r")
+    assert not sequences.migrate(request, make_sequences(6))
+    target = make_sequences(20)
+
+    def break_off(*arguments):
+        raise OSError("unplugged")
+
+    monkeypatch.setattr(sequences.storage, "_copy", break_off)
+    with pytest.raises(CopyFailedError, match="unplugged"):
+        sequences.migrate(request, target)
+    monkeypatch.undo()
+    assert target.manager.usage == 0
+    assert request.num_computed_tokens == 23
+    assert sequences.manager.get_block_ids("r") == held
+    with pytest.raises(InvalidArgumentError, match="there already"):
+        sequences.migrate(request, sequences)
+    go_on(sequences, request)
