@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS_TRANSFORMERS = {"paged_generation.py"}
 SHOWN = [
     "kv_pool.adapter.gpu_kv_pool",
     "kv_pool.contiguous.run_pool",
@@ -43,7 +44,17 @@ def test_there_are_examples():
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=path.name,
+            marks=[pytest.mark.transformers] if path.name in NEEDS_TRANSFORMERS else [],
+        )
+        for path in EXAMPLES
+    ],
+)
 def test_examples_print_what_they_say(path):
     """An example ends with its own output as a comment, after `# prints:`."""
     told = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)

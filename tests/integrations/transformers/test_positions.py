@@ -6,10 +6,12 @@ import random
 import pytest
 
 from kv_pool import InvalidArgumentError, InvalidBlockError
-from kv_pool.integrations.transformers import positions
-from kv_pool.integrations.transformers.positions import find_place, find_position, list_slots
 
 pytestmark = pytest.mark.transformers
+
+# Its package imports torch.
+positions = pytest.importorskip("kv_pool.integrations.transformers.positions", exc_type=ImportError)
+find_place, find_position, list_slots = positions.find_place, positions.find_position, positions.list_slots
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
