@@ -2,5 +2,6 @@
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
+from kv_pool.adapter.statistics import PoolStatistics
 
-__all__ = ["EvictionPolicy", "GPUKVPool", "LRUEviction", "SequenceInfo"]
+__all__ = ["EvictionPolicy", "GPUKVPool", "LRUEviction", "PoolStatistics", "SequenceInfo"]
