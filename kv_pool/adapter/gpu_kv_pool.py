@@ -472,21 +472,23 @@ class GPUKVPool(KVPoolProtocol):
 
     # ---- other ids, other devices ----------------------------------------------------------------
 
-    def defragment(self, max_evictions: int = 0) -> int:
+    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
         """Bring blocks in use to the lowest ids. Ids of sequences change: see `on_moved`, `blocks_of`.
 
-        Pinned blocks stay. Sequences, references, hashes and the order of eviction are what they were.
+        Pinned blocks stay. Sequences, references, hashes and the order of eviction are what they were. To do
+        so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
                 cache nothing moves.
+            max_moves: stop after so many; the next call goes on from there.
         Returns:
             How many blocks changed their id.
         Raises:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         with self._lock:
-            return self._placement.pack(self._pins.list_ids(), max_evictions)
+            return self._placement.pack(self._pins.list_ids(), max_moves, max_evictions)
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
