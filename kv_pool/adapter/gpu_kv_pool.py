@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
+from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.placement import Placement
 from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
@@ -400,6 +401,15 @@ class GPUKVPool(KVPoolProtocol):
         """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks)."""
         with self._lock:
             return self.block_pool.get_fragmentation_rate(self.run_length)
+
+    def get_layout(self) -> PoolLayout:
+        """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
+        with self._lock:
+            states = read_states(self.block_pool, self._pins.list_ids())
+            tables = [sequence.blocks for sequence in self._sequences.values()]
+            joins, holders = read_tables(len(states), tables)
+            epoch = self.block_pool.epoch
+        return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
 
     @property
     def num_pinned_blocks(self) -> int:
