@@ -16,6 +16,7 @@ from kv_pool.core.mode import COMPILED
 from kv_pool.errors import (
     CopyFailedError,
     CorruptedPoolError,
+    DrawingError,
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
@@ -56,6 +57,7 @@ __all__ = [
     "CachedPrefix",
     "CopyFailedError",
     "CorruptedPoolError",
+    "DrawingError",
     "FreeKVCacheBlockQueue",
     "GPUKVPool",
     "InvalidArgumentError",

@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
+from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.placement import Placement
 from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
@@ -465,6 +466,15 @@ class GPUKVPool(KVPoolProtocol):
                 allocation=self._allocation_latency.summarize(),
                 freeing=self._freeing_latency.summarize(),
             )
+
+    def get_layout(self) -> PoolLayout:
+        """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
+        with self._lock:
+            states = read_states(self.block_pool, self._pins.list_ids())
+            tables = [sequence.blocks for sequence in self._sequences.values()]
+            joins, holders = read_tables(len(states), tables)
+            epoch = self.block_pool.epoch
+        return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
 
     @property
     def num_pinned_blocks(self) -> int:

@@ -1,0 +1,1 @@
+"""A running pool's control socket, its client, and what they show."""
