@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kv_pool.cli import options
 from kv_pool.control.live_replay import LiveReplay
 from kv_pool.control.serve_settings import ServeSettings, read_settings
 from kv_pool.control.server import ControlServer
@@ -73,6 +74,8 @@ def serve(
     speedup: Annotated[
         float | None, typer.Option(help=f"Requests come so much faster. Default: {_DEFAULTS.speedup}.")
     ] = None,
+    trace_block_size: options.TraceBlockSize = None,
+    timestamp_unit: Annotated[str | None, typer.Option(help="Of the trace: ms or s. Default: ms.")] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds. Default: until Ctrl-C.")] = None,
     socket: Annotated[str | None, typer.Option(help="The control socket. Default: this user's own.")] = None,
     config: Annotated[

@@ -99,4 +99,6 @@ def describe_failure(path: Path, error: OSError) -> str:
         return f"no pool is served at {path}: nobody listens there any more. {way_out}"
     if isinstance(error, PermissionError):
         return f"the pool at {path} is served to the user who started it, and nobody else. {way_out}"
+    if isinstance(error, BlockingIOError):
+        return f"too many clients are connecting to the pool at {path}; try again."
     return f"{path}: can not connect: {error.strerror or error}"

@@ -102,7 +102,10 @@ class LiveReplay:
         self._rates = EngineRates(speedup=settings.speedup) if rates is None else rates
         self._clock = clock
         self._began_s = clock()
-        self._requests = read_for_ever(Trace(settings.trace), settings.block_size, settings.blocks)
+        trace = Trace(
+            settings.trace, block_size=settings.trace_block_size, timestamp_unit=settings.timestamp_unit
+        )
+        self._requests = read_for_ever(trace, settings.block_size, settings.blocks)
         self._coming = next(self._requests)
         self._waiting: deque[ReplayRequest] = deque()
         self._running: dict[int, _Running] = {}

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -25,6 +25,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         defrag_moves: blocks moved per step of the engine, at most.
         max_evictions: cached blocks that one of these steps may overwrite, where too little is empty.
         speedup: requests come so many times faster than in the trace.
+        trace_block_size: tokens per hash id of the trace; None to infer it.
+        timestamp_unit: of the trace.
         duration: seconds; None for ever.
         socket: the control socket's path; None for the default one.
     """
@@ -38,6 +40,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     defrag_moves: _Count = 64
     max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 16
     speedup: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    trace_block_size: _Count | None = None
+    timestamp_unit: Literal["ms", "s"] = "ms"
     duration: Annotated[float, msgspec.Meta(gt=0)] | None = None
     socket: str | None = None
 

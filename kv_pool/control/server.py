@@ -28,7 +28,7 @@ from kv_pool.control.messages import (
 from kv_pool.control.socket_path import make_folder, resolve_path
 from kv_pool.errors import ControlError
 
-_BACKLOG = 16
+_BACKLOG = 128
 
 
 class ControlServer:
@@ -140,6 +140,8 @@ class ControlServer:
             except ConnectionRefusedError:
                 self.path.unlink()
                 return
+            except BlockingIOError:
+                pass  # So many are connecting that there is no room for one more.
         raise ControlError(
             f"a pool is served at {self.path} already; stop its server, or name another socket with --socket"
         )
