@@ -14,6 +14,7 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import (
+    ControlError,
     CopyFailedError,
     CorruptedPoolError,
     DrawingError,
@@ -55,6 +56,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CachedPrefix",
+    "ControlError",
     "CopyFailedError",
     "CorruptedPoolError",
     "DrawingError",

@@ -141,9 +141,14 @@ class Placement:
             is_free[block_id] = 1
         return bytes([1]) * num_blocks in is_free
 
-    def pack(self, pinned: Collection[int], max_evictions: int) -> int:
+    def pack(self, pinned: Collection[int], max_moves: int | None, max_evictions: int) -> int:
         """Bring the blocks in use to the lowest ids; how many blocks changed their id."""
         relocations = compaction.pack(
-            self._pool, self._copy, pinned=pinned, max_evictions=max_evictions, on_moved=self._on_moved
+            self._pool,
+            self._copy,
+            pinned=pinned,
+            max_moves=max_moves,
+            max_evictions=max_evictions,
+            on_moved=self._on_moved,
         )
         return sum(len(relocation.moves) for relocation in relocations)

@@ -88,23 +88,27 @@ def pack(
     copy: CopyBlocks,
     *,
     pinned: Collection[int] = (),
+    max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
 ) -> list[Relocation]:
     """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
 
     Args:
+        max_moves: of all rounds together; the next call goes on from there.
         max_evictions: of cached blocks, in the first round, where too little is empty.
         on_moved: called after each round: remap tables there.
     Raises:
         Whatever `copy` raises: the rounds before have happened.
     """
-    relocations = []
+    relocations: list[Relocation] = []
     for _ in range(_MAX_ROUNDS):
-        moves = plan.plan_pack(pool, pinned=pinned, max_evictions=max_evictions)
+        moves = plan.plan_pack(pool, pinned=pinned, max_moves=max_moves, max_evictions=max_evictions)
         if not moves:
             break
         max_evictions = 0
+        if max_moves is not None:
+            max_moves -= len(moves)
         relocations.append(apply_moves(pool, moves, copy, pinned=pinned))
         if on_moved is not None:
             on_moved(relocations[-1])

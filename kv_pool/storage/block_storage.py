@@ -32,7 +32,8 @@ class BlockStorage:
         copy: how blocks are copied within the device; None for the fastest there is: rows on the CPU, on a
             GPU one Triton launch, or torch where triton is not installed.
 
-    Not safe for two threads that move the same blocks. On a GPU the work is queued on the current stream.
+    Not safe for two threads that move the same blocks. On a GPU the work is queued on the current stream,
+    or moves on one of their own: `use_copy_stream`.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class BlockStorage:
         self.device = device
         self.block_format = block_format
         self._copy = find_copy(device) if copy is None else copy
+        self._copy_stream: Any = None
+        self._engine_streams: tuple[Any, ...] = ()
 
     @classmethod
     def wrap_state(cls, tensors: Sequence[Any], copy: CopyBlocks | None = None) -> BlockStorage:
@@ -86,6 +89,26 @@ class BlockStorage:
         """Bytes of one block, all layers, K and V, without padding."""
         return self.segments.block_bytes
 
+    def use_copy_stream(self, *engine_streams: Any) -> None:
+        """Let `apply_moves` queue its copies on a stream of this storage's own, on a GPU.
+
+        Each copy waits for what these streams have queued before, and what they queue later waits for it;
+        nobody else waits, neither the host nor other streams. A thread that compacts beside the engine needs
+        this: its current stream is not the engine's.
+
+        Args:
+            engine_streams: torch's streams that read or write blocks; those that are current for the calling
+                thread if none is given.
+        Raises:
+            InvalidArgumentError: the storage is not on a GPU.
+        """
+        if self.device == "cpu":
+            raise InvalidArgumentError("the storage is in host memory, where copies have no stream")
+        import torch
+
+        self._engine_streams = engine_streams or (torch.cuda.current_stream(self.device),)
+        self._copy_stream = torch.cuda.Stream(self.device)
+
     def apply_moves(self, moves: Moves) -> None:
         """Copy whole blocks inside this storage: all layers, K and V.
 
@@ -96,12 +119,25 @@ class BlockStorage:
             CopyFailedError: broke off half-way. Every source still holds its bytes, and so does every block
                 that is no target; the targets may hold anything. Ids stay as they were: nothing has moved.
 
-        On the CPU the copy is done on return. On a GPU it is queued on the current stream, and an error of
-        the device shows at the next `synchronize`; reuse a source only by work queued behind it, or then.
+        On the CPU the copy is done on return. On a GPU it is queued on the current stream (or see
+        `use_copy_stream`), and an error of the device shows at the next `synchronize`; reuse a source only by
+        work queued behind it, or then.
         Cost: the bytes of the plan, read once and written once; on a GPU one launch for all layers.
         Contract: invariants C1, C4, C9 and C10 of compaction.
         """
-        self._copy_blocks(self, moves)
+        if self._copy_stream is None:
+            self._copy_blocks(self, moves)
+            return
+        import torch
+
+        for stream in self._engine_streams:
+            self._copy_stream.wait_stream(stream)
+        try:
+            with torch.cuda.stream(self._copy_stream):
+                self._copy_blocks(self, moves)
+        finally:  # half a copy still writes into its targets, which may be taken next
+            for stream in self._engine_streams:
+                stream.wait_stream(self._copy_stream)
 
     def copy_to(self, other: BlockStorage, moves: Moves) -> None:
         """Copy blocks of this storage over blocks of another one in this process, on any device.
@@ -167,10 +203,15 @@ class BlockStorage:
         host.copy_to(self, [(0, block_id)])
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the device's current stream is done; on the CPU nothing to do."""
+        """Wait until everything queued on the device's current stream is done, and this storage's copies are.
+
+        On the CPU there is nothing to wait for.
+        """
         if self.device != "cpu":
             import torch
 
+            if self._copy_stream is not None:
+                self._copy_stream.synchronize()
             torch.cuda.current_stream(self.device).synchronize()
 
     def _check_block(self, block_id: int) -> None:

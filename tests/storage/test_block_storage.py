@@ -76,6 +76,34 @@ def test_a_gpu_moves_blocks_of_2_mib(way_name, monkeypatch):
     assert read_all(storage) == before
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
+def test_copies_on_a_stream_of_their_own_come_between_what_the_engine_queues(way_name, monkeypatch):
+    """The engine's stream is busy first; then it writes a source anew, and the target has the old bytes."""
+    import torch
+
+    storage = allocate(make_way(way_name, monkeypatch), "L|BNHC", 6, block_size=16, num_layers=2)
+    engine = torch.cuda.Stream()
+    storage.use_copy_stream(engine)
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(100_000_000)
+        for tensor in storage.tensors:
+            tensor[4].fill_(3)
+    storage.apply_moves([(4, 1)])
+    with torch.cuda.stream(engine):
+        for tensor in storage.tensors:
+            tensor[4].fill_(5)
+    torch.cuda.synchronize()
+    for tensor in storage.tensors:
+        assert (tensor[1] == 3).all()
+        assert (tensor[4] == 5).all()
+
+
+def test_host_memory_has_no_stream_to_copy_on():
+    with pytest.raises(InvalidArgumentError, match="in host memory"):
+        BlockStorage.wrap_state([np.zeros((4, 4))]).use_copy_stream()
+
+
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [

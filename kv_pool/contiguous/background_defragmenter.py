@@ -1,0 +1,91 @@
+"""`BackgroundDefragmenter`: a thread that compacts a pool beside its engine."""
+
+import logging
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.errors import InvalidArgumentError
+
+_logger = logging.getLogger(__name__)
+
+
+class BackgroundDefragmenter:
+    """Calls `Defragmenter.step` from a thread of its own, until it is stopped.
+
+        with BackgroundDefragmenter(Defragmenter(pool, max_moves=32), guard=between_steps):
+            engine.run()
+
+    Args:
+        defragmenter: not to be used by others meanwhile.
+        pause_s: seconds from the end of one step to the next one.
+        guard: held during each step. Ids change in there, so it has to be what keeps the engine from using
+            ids that it has read before: a lock that the engine holds while it prepares and runs a step. On a
+            GPU the engine's streams must wait for the copy as well: `BlockStorage.use_copy_stream`.
+
+    Attributes:
+        error: what ended the thread, None while all is well.
+    """
+
+    def __init__(
+        self,
+        defragmenter: Defragmenter,
+        pause_s: float = 0.01,
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
+        if pause_s < 0:
+            raise InvalidArgumentError(f"pause_s is {pause_s}; it is 0 or more")
+        self.defragmenter = defragmenter
+        self.pause_s = pause_s
+        self.error: Exception | None = None
+        self._guard = nullcontext() if guard is None else guard
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin. Raises InvalidArgumentError if it runs already."""
+        if self._thread is not None:
+            raise InvalidArgumentError("the background defragmenter runs already; stop() it first")
+        self.error = None
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name="kv_pool defragmenter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the step under way, and end. Does nothing if it does not run.
+
+        Raises:
+            Whatever a step raised: that had ended the thread, and was logged then.
+        """
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self.error is not None:
+                raise self.error
+
+    def __enter__(self) -> "BackgroundDefragmenter":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop()
+        except Exception:
+            if error is None:
+                raise
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(self.pause_s):
+                with self._guard:
+                    self.defragmenter.step()
+        except Exception as error:
+            self.error = error
+            _logger.exception("the background defragmenter has ended; no block of this step has moved")

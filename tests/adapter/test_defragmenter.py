@@ -1,0 +1,244 @@
+"""`Defragmenter` on a `GPUKVPool`: by threshold, by interval, a few blocks at a time, and from a thread.
+
+Drawn: one character a block, `.` free, the last digit of the sequence that holds it.
+"""
+
+import random
+import threading
+
+import pytest
+from adapter.made_pool import check, draw, fill, make, make_scattered, make_storage, read, take
+
+from kv_pool import CopyFailedError, InvalidArgumentError, PoolExhaustedError
+from kv_pool.contiguous.background_defragmenter import BackgroundDefragmenter
+from kv_pool.contiguous.defragmenter import Defragmenter
+
+WAIT_S = 60
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_step_moves_no_more_blocks_than_its_budget_and_the_next_goes_on():
+    pool = make_scattered(run_length=5)
+    defragmenter = Defragmenter(pool, interval_s=100, max_moves=1, clock=Clock())
+    pictures = [draw(pool)]
+    while defragmenter.step():
+        pictures.append(draw(pool))
+    assert pictures == ["1.2.3.4.5.", "152.3.4...", "15243....."]
+    assert pool.get_fragmentation_rate() == 0
+    assert (defragmenter.num_compactions, defragmenter.num_moves) == (1, 2)
+
+
+def test_a_pool_below_the_threshold_is_left_alone():
+    pool = make_scattered(run_length=2)
+    pool.free_sequence(5)  # 1.2.3.4...: one of the 6 free blocks is part of a run of 2, and its neighbour
+    assert pool.get_fragmentation_rate() == pytest.approx(4 / 6)
+    assert Defragmenter(pool, threshold=0.7).step() == 0
+    assert Defragmenter(pool, threshold=0.6).step() == 2
+
+
+def test_an_idle_pool_is_looked_at_once_in_an_interval():
+    clock = Clock()
+    pool = make(run_length=5)
+    defragmenter = Defragmenter(pool, interval_s=60, clock=clock)
+    assert defragmenter.step() == 0
+    for sequence_id in range(10):
+        take(pool, sequence_id, 1)
+    for sequence_id in range(0, 10, 2):
+        pool.free_sequence(sequence_id)
+    clock.now = 59
+    assert defragmenter.step() == 0
+    clock.now = 60
+    assert defragmenter.step() > 0
+
+
+def test_a_compaction_ends_at_its_goal():
+    pool = make_scattered(run_length=2)
+    defragmenter = Defragmenter(pool, threshold=0.9, goal=0.6, max_moves=1)
+    assert defragmenter.step() == 1
+    assert draw(pool) == "152.3.4..."
+    assert not defragmenter.is_compacting
+    assert pool.get_fragmentation_rate() <= 0.6
+
+
+def test_where_nothing_can_move_the_next_look_comes_after_the_interval():
+    clock = Clock()
+    pool = make_scattered(run_length=5)
+    held = [block_id for sequence_id in pool.list_sequences() for block_id in pool.blocks_of(sequence_id)]
+    pool.pin(held)
+    defragmenter = Defragmenter(pool, interval_s=60, max_moves=1, clock=clock)
+    assert defragmenter.step() == 0
+    pool.unpin(held)
+    assert defragmenter.step() == 0
+    clock.now = 60
+    assert defragmenter.step() == 1
+
+
+def test_a_copy_that_fails_moves_nothing_and_the_next_attempt_comes_after_the_interval():
+    clock = Clock()
+    failures = [True]
+
+    def copy(*arguments):
+        from kv_pool.storage.copy_cpu import copy_on_cpu
+
+        if failures:
+            failures.pop()
+            raise RuntimeError("the device is gone")
+        copy_on_cpu(*arguments)
+
+    pool = make_scattered(run_length=5, storage=make_storage(copy=copy))
+    pool._storage._copy = copy
+    failures.clear()
+    fill(pool)
+    before = {sequence_id: read(pool, sequence_id) for sequence_id in pool.list_sequences()}
+    defragmenter = Defragmenter(pool, interval_s=60, clock=clock)
+    failures.append(True)
+    with pytest.raises(CopyFailedError, match="the device is gone"):
+        defragmenter.step()
+    assert draw(pool) == "1.2.3.4.5."
+    assert defragmenter.step() == 0
+    clock.now = 60
+    assert defragmenter.step() == 2
+    check(pool)
+    assert {sequence_id: read(pool, sequence_id) for sequence_id in pool.list_sequences()} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threshold": 1.1},
+        {"threshold": 0.1, "goal": 0.2},
+        {"goal": -0.1},
+        {"interval_s": -1},
+        {"max_moves": 0},
+        {"max_evictions": -1},
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(options):
+    with pytest.raises(InvalidArgumentError):
+        Defragmenter(make(), **options)
+
+
+@pytest.mark.parametrize("seed", range(5), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("max_moves", [1, 3, None])
+def test_bytes_stay_with_their_sequences_through_a_long_life_in_small_steps(seed, max_moves):
+    """And a step never moves more than its budget, nor leaves a fragmented pool alone."""
+    rng = random.Random(seed)
+    pool = make(15, storage=make_storage(16), run_length=4)
+    defragmenter = Defragmenter(pool, interval_s=0, max_moves=max_moves)
+    written = {}
+    for number in range(300):
+        sequence_id = rng.randrange(12)
+        if pool.blocks_of(sequence_id) and rng.random() < 0.6:
+            pool.free_sequence(sequence_id)
+            del written[sequence_id]
+        else:
+            try:
+                ids = take(pool, sequence_id, rng.randint(1, 4), contiguous=rng.choice(["prefer", "no"]))
+            except PoolExhaustedError:
+                continue
+            for block_id in ids:
+                written.setdefault(sequence_id, []).append(number % 251)
+                pool._storage.write_block(block_id, bytes([number % 251]) * pool.block_bytes)
+        num_moved = defragmenter.step()
+        assert max_moves is None or num_moved <= max_moves
+        is_packed = len(pool.block_pool.list_free_runs()) <= 1
+        assert num_moved or is_packed or pool.get_fragmentation_rate() <= 0.10
+        check(pool)
+        assert {name: read(pool, name) for name in pool.list_sequences()} == written
+    assert defragmenter.num_compactions > 5
+
+
+# ---- from a thread -------------------------------------------------------------------------------
+
+
+def test_a_thread_compacts_while_others_allocate_and_free():
+    """A reader that holds the guard sees its bytes under its ids, however often they change."""
+    guard = threading.Lock()
+    pool = make(60, storage=make_storage(61), run_length=8)
+    defragmenter = Defragmenter(pool, interval_s=0, max_moves=2)
+    errors = []
+
+    def work(number):
+        rng = random.Random(number)
+        try:
+            for _ in range(200):
+                with guard:
+                    for block_id in take(pool, number, rng.randint(1, 3), contiguous="no"):
+                        pool._storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+                with guard:
+                    assert set(read(pool, number)) == {number}
+                    if rng.random() < 0.4 or len(pool.blocks_of(number)) > 8:
+                        pool.free(rng.sample(pool.blocks_of(number), 1))
+                        if len(pool.blocks_of(number)) > 8:
+                            pool.free_sequence(number)
+        except BaseException as error:
+            errors.append(error)
+
+    with BackgroundDefragmenter(defragmenter, pause_s=0, guard=guard):
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "deadlock"
+    assert not errors
+    assert defragmenter.num_moves > 0
+    check(pool)
+
+
+def test_a_copy_that_fails_ends_the_thread_and_is_raised_when_it_is_stopped(caplog):
+    failed = threading.Event()
+
+    def copy(*arguments):
+        failed.set()
+        raise RuntimeError("the device is gone")
+
+    pool = make_scattered(run_length=5, storage=make_storage(copy=copy))
+    background = BackgroundDefragmenter(Defragmenter(pool), pause_s=0)
+    background.start()
+    assert failed.wait(WAIT_S)
+    with pytest.raises(CopyFailedError, match="the device is gone"):
+        background.stop()
+    assert draw(pool) == "1.2.3.4.5."
+    assert "no block of this step has moved" in caplog.text
+    background.stop()  # stopped already
+
+
+def test_what_the_engine_raised_is_not_replaced_by_what_the_thread_raised():
+    failed = threading.Event()
+
+    def copy(*arguments):
+        failed.set()
+        raise RuntimeError("the device is gone")
+
+    pool = make_scattered(run_length=5, storage=make_storage(copy=copy))
+
+    def run():
+        with BackgroundDefragmenter(Defragmenter(pool), pause_s=0):
+            assert failed.wait(WAIT_S)
+            raise KeyError("the engine")
+
+    with pytest.raises(KeyError, match="the engine"):
+        run()
+
+
+def test_it_is_started_once_and_can_be_started_again():
+    background = BackgroundDefragmenter(Defragmenter(make()))
+    background.start()
+    with pytest.raises(InvalidArgumentError, match="runs already"):
+        background.start()
+    background.stop()
+    background.start()
+    background.stop()
+
+
+def test_a_pause_is_not_negative():
+    with pytest.raises(InvalidArgumentError, match="pause_s is -1"):
+        BackgroundDefragmenter(Defragmenter(make()), pause_s=-1)
