@@ -101,7 +101,7 @@ def make_text(layout: PoolLayout, look: Look, num_columns: int, num_lines: int) 
             _write(text, rows[row], look)
         text.append("\n")
     text.append("\n")
-    for line in make_legend(layout):
+    for line in make_legend(layout, cells):
         _write(text, list(line.kinds), look)
         words = f"{'':{3 - len(line.kinds)}}{line.words:<36}{line.num_blocks:>12,}{line.percent:>9}"
         text.append(words.rstrip() + "\n")

@@ -27,6 +27,10 @@ def draw(cells):
     )
 
 
+def list_legend(layout, max_cells=20_000):
+    return make_legend(layout, make_cells(layout, max_cells))
+
+
 def draw_cells(drawn, max_cells=100, **options):
     return draw(make_cells(write_layout(drawn, **options), max_cells))
 
@@ -103,8 +107,8 @@ def test_no_cells_are_refused():
         make_cells(write_layout("0."), 0)
 
 
-def test_the_legend_counts_blocks_whatever_the_cells():
-    legend = make_legend(make_sixteen().get_layout())
+def test_the_legend_counts_blocks():
+    legend = list_legend(make_sixteen().get_layout())
     assert [(line.words, line.num_blocks, line.percent) for line in legend] == [
         ("in use", 7, "43.8%"),
         ("in use and pinned", 1, "6.2%"),
@@ -117,13 +121,19 @@ def test_the_legend_counts_blocks_whatever_the_cells():
     ]
 
 
+def test_the_legend_of_larger_cells_counts_blocks_all_the_same_but_has_no_null_block():
+    layout = make_sixteen().get_layout()
+    of_blocks = [line for line in list_legend(layout) if line.kinds != (CellKind.NULL,)]
+    assert list_legend(layout, max_cells=5) == of_blocks
+
+
 def test_the_legend_leaves_out_what_there_is_none_of():
-    legend = make_legend(write_layout("0...."))
+    legend = list_legend(write_layout("0...."))
     assert [line.words for line in legend] == ["empty, in free runs of 4 or more", "the null block, id 0"]
 
 
 def test_a_share_too_small_for_a_digit_is_not_called_zero():
-    legend = make_legend(write_layout("0P" + "." * 9_999))
+    legend = list_legend(write_layout("0P" + "." * 9_999))
     assert [line.percent for line in legend] == ["< 0.1%", "100.0%", ""]
 
 
@@ -155,5 +165,5 @@ def test_kinds_and_counts_are_those_of_a_slow_scan(seed):
     cells = make_cells(layout, 1000)
     kinds = "".join(LETTERS[kind] for kind in cells.kinds).replace("%", "#")
     assert kinds == "".join(expected)
-    counted = {LETTERS[line.kinds[0]]: line.num_blocks for line in make_legend(layout) if line.kinds}
+    counted = {LETTERS[line.kinds[0]]: line.num_blocks for line in list_legend(layout) if line.kinds}
     assert counted == {letter: kinds.count(letter) for letter in set(kinds)}
