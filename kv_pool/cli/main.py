@@ -14,6 +14,7 @@ def main() -> None:
         sys.exit("kv-pool needs typer and rich: pip install 'kv_pool[cli]'")
     from kv_pool.cli.defrag import defrag
     from kv_pool.cli.info import info
+    from kv_pool.cli.layout import layout
     from kv_pool.cli.replay import replay
     from kv_pool.cli.serve import serve
     from kv_pool.cli.stats import stats
@@ -31,6 +32,7 @@ def main() -> None:
     app.command()(serve)
     app.command()(stats)
     app.command()(defrag)
+    app.command()(layout)
     app.command()(info)
     try:
         app()

@@ -99,8 +99,11 @@ def make_cells(layout: PoolLayout, max_cells: int) -> LayoutCells:
     return LayoutCells(blocks_per_cell, kinds, is_joined)
 
 
-def make_legend(layout: PoolLayout) -> list[LegendLine]:
-    """What there is to be told apart, in the order of importance; what there is none of is left out."""
+def make_legend(layout: PoolLayout, cells: LayoutCells) -> list[LegendLine]:
+    """What there is to be told apart in these cells of a layout, most important first, counted in blocks.
+
+    What there is none of is left out.
+    """
     counts = np.bincount(_classify(layout)[0], minlength=len(CellKind)).tolist()
     long = f"in free runs of {layout.run_length} or more"
     short = "in shorter free stretches"
@@ -117,7 +120,8 @@ def make_legend(layout: PoolLayout) -> list[LegendLine]:
         for kinds, words in lines
         if counts[kinds[0]]
     ]
-    legend.append(LegendLine((CellKind.NULL,), "the null block, id 0", 1, 0.0))
+    if cells.kinds[0] == CellKind.NULL:
+        legend.append(LegendLine((CellKind.NULL,), "the null block, id 0", 1, 0.0))
     num_shared = int(np.count_nonzero(np.frombuffer(layout.holders, np.uint8) > 1))
     if num_shared:
         legend.append(LegendLine((), "held by several sequences", num_shared, num_shared / layout.num_blocks))

@@ -100,7 +100,7 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
 
     cells = make_cells(layout, MAX_CELLS)
     grid = make_grid(len(cells.kinds))
-    legend = make_legend(layout)
+    legend = make_legend(layout, cells)
     remarks = [
         describe_runs(layout),
         "no gap inside a run; neighbouring runs differ in shade",

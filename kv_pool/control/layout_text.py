@@ -75,10 +75,10 @@ def print_layout(layout: PoolLayout, console: Console, num_columns: int | None =
     num_lines = max(_MIN_LINES, console.height - _LINES_BESIDE_MAP)
     if not console.is_terminal:
         num_lines = _LINES_IN_FILES
-    console.print(draw_layout(layout, choose_look(console), num_columns, num_lines), soft_wrap=True)
+    console.print(make_text(layout, choose_look(console), num_columns, num_lines), soft_wrap=True)
 
 
-def draw_layout(layout: PoolLayout, look: Look, num_columns: int, num_lines: int) -> Text:
+def make_text(layout: PoolLayout, look: Look, num_columns: int, num_lines: int) -> Text:
     """A memory map of at most so many lines, and its legend.
 
     Block ids go from left to right, row by row; where cells are painted there are two rows in a line.
@@ -101,7 +101,7 @@ def draw_layout(layout: PoolLayout, look: Look, num_columns: int, num_lines: int
             _write(text, rows[row], look)
         text.append("\n")
     text.append("\n")
-    for line in make_legend(layout):
+    for line in make_legend(layout, cells):
         _write(text, list(line.kinds), look)
         words = f"{'':{3 - len(line.kinds)}}{line.words:<36}{line.num_blocks:>12,}{line.percent:>9}"
         text.append(words.rstrip() + "\n")
