@@ -104,7 +104,7 @@ def _run(replay: LiveReplay, duration: float | None) -> None:
     """Let it run, and show how it does."""
     stop = Event()
     console = Console(stderr=True)
-    with ThreadPoolExecutor(1) as executor, console.status("") as status:
+    with ThreadPoolExecutor(1) as executor, console.status("", refresh_per_second=4) as status:
         done = executor.submit(replay.run, stop)
         try:
             while duration is None or replay.get_progress().seconds < duration:
@@ -129,10 +129,9 @@ def _describe(replay: LiveReplay) -> str:
     statistics = replay.pool.get_statistics()
     hit_rate = statistics.hit_blocks / (statistics.looked_up_blocks or 1)
     return (
-        f"{progress.seconds:.0f} s: {statistics.utilization:.0%} in use, hit rate {hit_rate:.1%}, "
-        f"fragmentation {statistics.fragmentation_rate:.1%}, {progress.requests_per_s:.1f} requests/s; "
-        f"{progress.num_running} running, {progress.num_waiting} waiting, "
-        f"{progress.num_preempted} preempted, {statistics.moved_blocks:,} blocks moved"
+        f"{progress.seconds:.0f} s: {statistics.utilization:.0%} in use, {hit_rate:.1%} hits, "
+        f"{statistics.fragmentation_rate:.1%} fragmented, {progress.requests_per_s:.1f} requests/s, "
+        f"{progress.num_running} running, {progress.num_waiting} waiting"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kv_pool import errors
+import kv_pool.errors as errors
 from kv_pool.adapter.layout import PoolLayout
 from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.errors import ControlError, KVPoolError
