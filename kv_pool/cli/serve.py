@@ -137,14 +137,15 @@ def _describe(replay: LiveReplay) -> str:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what is inside, once: what they do not interrupt is its tidying up."""
+    """Ctrl-C, SIGTERM and a closed terminal end what is inside, once; its tidying up is not interrupted."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
-        for other in (signal.SIGINT, signal.SIGTERM):
+        for other in signals:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    for ending in signals:
+        signal.signal(ending, end)
     with suppress(KeyboardInterrupt):
         yield

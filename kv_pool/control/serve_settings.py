@@ -33,7 +33,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     trace: str = "mooncake_conversation"
     blocks: _Count = 10_000
-    block_size: _Count = 64
+    block_size: _Count = 128
     run_length: _Count = DEFAULT_RUN_LENGTH
     defrag_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     defrag_interval: Annotated[float, msgspec.Meta(ge=0)] = 1.0

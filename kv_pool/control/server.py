@@ -1,7 +1,6 @@
 """`ControlServer`: a running pool answers on a Unix socket that only its owner can open."""
 
 import asyncio
-import fcntl
 import os
 import socket
 import stat
@@ -43,6 +42,11 @@ class ControlServer:
             must not come between its reading block ids and its using them.
         timeout_s: how long a client may take to send the rest of a command, or to read its reply.
         max_clients: connected at once; others are turned away.
+    Raises:
+        ControlError: there can be no such socket.
+
+    A compaction changes block ids: serve a pool whose engine hears of moves (`on_moved`), or reads the ids
+    of its sequences anew.
 
     Commands are carried out one after another. What a client sends, or leaves half sent, costs others
     nothing, and what goes wrong is its reply; see `messages` for both.
@@ -246,6 +250,8 @@ def defragment(pool: GPUKVPool, max_moves: int | None, max_evictions: int) -> De
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
     """One server at a time looks who listens; of two that replace a dead one's socket one would be lost."""
+    import fcntl  # not everywhere, and only needed here
+
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
 """Where the control socket of a user is, and who may have made its folder."""
 
 import os
+import socket
 import stat
 import sys
 import tempfile
@@ -24,9 +25,11 @@ def resolve_path(path: str | Path | None) -> Path:
     """The socket's path; the default one for None.
 
     Raises:
-        ControlError: it is too long for a socket, or the default folder belongs to somebody else, who could
-            listen there in a pool's stead.
+        ControlError: there are no Unix sockets here, it is too long for one, or the default folder belongs to
+            somebody else, who could listen there in a pool's stead.
     """
+    if not hasattr(socket, "AF_UNIX") or not hasattr(os, "getuid"):
+        raise ControlError("a control socket is a Unix socket, and this system has none")
     resolved = get_default_path() if path is None else Path(path)
     length = len(os.fsencode(resolved))
     if length > _MAX_PATH_BYTES:

@@ -37,7 +37,7 @@ def test_another_socket_is_named_in_the_line(folder):
         assert json.loads(done.stdout)["block_size"] == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_cleanly(folder, number):
     with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
         assert (folder / "here.sock").exists()
@@ -55,7 +55,7 @@ def test_it_ends_by_itself_after_its_duration(folder):
 
 def test_the_bundled_trace_is_the_default(tmp_path):
     with serving("--speedup", "20", "--socket", "here.sock", cwd=tmp_path) as process:
-        assert "a pool of 10,000 blocks of 64 tokens" in process.first_line
+        assert "a pool of 10,000 blocks of 128 tokens" in process.first_line
         with ControlClient(tmp_path / "here.sock") as client:
             while not client.get_statistics().num_sequences:
                 pass
