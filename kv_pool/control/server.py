@@ -99,7 +99,10 @@ class ControlServer:
         is_running.wait()
 
     def stop(self) -> None:
-        """Hang up on all clients and remove the socket. A command that is under way comes to its end."""
+        """Hang up on all clients and remove the socket. A command that is under way comes to its end.
+
+        Not to be called while holding the guard: that command may wait for it.
+        """
         if self._thread is None or self._loop is None or self._stopping is None:
             return
         self._remove_socket()

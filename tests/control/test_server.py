@@ -1,6 +1,7 @@
 """A real server on a real socket: what it answers, whom it lets in, what it survives."""
 
 import os
+import random
 import socket
 import stat
 import subprocess
@@ -225,6 +226,28 @@ def test_what_is_no_command_is_answered_and_the_next_one_too(path, line):
     with ControlServer(make(), path), RawClient(path) as client:
         assert client.ask(line)["error"] == "ControlError"
         assert is_stats(client.ask(STATS))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_commands_are_answered_and_change_nothing(path, seed):
+    draw_random = random.Random(seed)
+    pool = make()
+    take(pool, 1, 3)
+    with ControlServer(pool, path):
+        for _ in range(30):
+            line = bytearray(draw_random.choice([STATS, b'{"command": "layout"}\n']))
+            for _ in range(draw_random.randint(1, 6)):
+                line[draw_random.randrange(len(line) - 1)] = draw_random.randrange(256)
+            with RawClient(path) as client:
+                client.send(bytes(line))
+                client.end_sending()
+                replies = list(iter(client.read, None))
+            assert len(replies) >= 1
+            assert all(("result" in reply) != ("error" in reply) for reply in replies)
+        with RawClient(path) as client:
+            assert is_stats(client.ask(STATS))
+    assert draw(pool) == "111......."
+    check(pool)
 
 
 def test_a_command_that_is_too_long_is_answered_and_hung_up_on(path):
