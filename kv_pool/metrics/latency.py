@@ -7,8 +7,8 @@ from itertools import count
 import msgspec
 
 TIMED_EVERY = 31
-"""One call in so many is timed: it takes a microsecond and a half longer. A prime, so that no habit of a caller
-falls in step with it. What it costs: benchmarks/bench_call_timing.py."""
+"""One call in so many is timed: it takes a microsecond and a half longer. A prime, so that no habit of a
+caller falls in step with it. What it costs: benchmarks/bench_call_timing.py."""
 
 DEFAULT_MAX_KEPT = 1_000
 
