@@ -88,7 +88,7 @@ class GPUKVPool(KVPoolProtocol):
 
     Attributes:
         block_pool: the pool underneath, for its events, its prefix cache and its invariants. Blocks that are
-            taken there are nobody's here. Calls on it are not locked.
+            taken there are nobody's here, and never move. Calls on it are not locked.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -410,8 +410,9 @@ class GPUKVPool(KVPoolProtocol):
     def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
         """Bring blocks in use to the lowest ids. Ids of sequences change: see `on_moved`, `blocks_of`.
 
-        Pinned blocks stay. Sequences, references, hashes and the order of eviction are what they were. To do
-        so by threshold, or a little at each step of an engine, see `Defragmenter`.
+        Pinned blocks stay, and so does what is in flight: taken from `block_pool` by somebody else, or waited
+        for there until it is reused. Sequences, references, hashes and the order of eviction are what they
+        were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
@@ -423,7 +424,7 @@ class GPUKVPool(KVPoolProtocol):
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         with self._lock:
-            return self._placement.pack(self._pins.list_ids(), max_moves, max_evictions)
+            return self._placement.pack(self._list_fixed(), max_moves, max_evictions)
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
@@ -577,7 +578,7 @@ class GPUKVPool(KVPoolProtocol):
         taken = placement.take_run(num_blocks, after, contiguous)
         if taken is None and placement.may_move:
             max_moves = num_blocks if request.max_moves is None else request.max_moves
-            taken = placement.make_run(num_blocks, max_moves, self._pins.list_ids())
+            taken = placement.make_run(num_blocks, max_moves, self._list_fixed())
         return placement.take_any(num_blocks, after) if taken is None else taken
 
     def _take_required(
@@ -587,14 +588,18 @@ class GPUKVPool(KVPoolProtocol):
         num_blocks = request.num_blocks
         placement = self._placement
         is_enough = num_blocks <= self._count_available(request.priority)
-        if not is_enough and request.max_moves is None and placement.may_clear(num_blocks, self._pins):
+        if (
+            not is_enough
+            and request.max_moves is None
+            and placement.may_clear(num_blocks, self._list_fixed())
+        ):
             # Enough blocks are all it takes: the rest moves out of the way.
             self._make_room(request, attempts)
             is_enough = True
         if is_enough:
             taken = placement.take_run(num_blocks, after, "require")
             if taken is None:
-                taken = placement.make_run(num_blocks, request.max_moves, self._pins.list_ids())
+                taken = placement.make_run(num_blocks, request.max_moves, self._list_fixed())
             if taken is not None:
                 return taken
             attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
@@ -779,6 +784,20 @@ class GPUKVPool(KVPoolProtocol):
             if block not in sequence.blocks:
                 raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
         return [(sequence, block) for block in blocks]
+
+    def _list_fixed(self) -> list[int]:
+        """Ids of blocks that stay where they are: pinned, or in flight.
+
+        In flight is what somebody took from `block_pool`, and what is waited for there: it may be read or
+        written at the id it had. O(pinned + waited for), and O(blocks of the pool) where any was taken.
+        """
+        pool = self.block_pool
+        fixed = [*self._pins.list_ids(), *pool.get_watched_ids()]
+        if self.total_blocks - pool.free_block_queue.num_free_blocks > len(self._holders):
+            fixed += [
+                block.block_id for block in pool.blocks[1:] if block.ref_cnt and block not in self._holders
+            ]
+        return fixed
 
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self._storage is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.compaction import Relocation
@@ -126,11 +125,11 @@ class Placement:
         self.retention.note_taken(run)
         return run
 
-    def may_clear(self, num_blocks: int, pinned: Pins) -> bool:
-        """Could a run be made if enough were free: may blocks move, and do pinned ones leave room?"""
+    def may_clear(self, num_blocks: int, fixed: Collection[int]) -> bool:
+        """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""
         may_lie = bytearray([1]) * len(self._pool.blocks)
         may_lie[0] = 0
-        for block_id in pinned.list_ids():
+        for block_id in fixed:
             may_lie[block_id] = 0
         return self.may_move and bytes([1]) * num_blocks in may_lie
 
