@@ -57,11 +57,11 @@ class OwnedMemory:
         assert self.storage.block_bytes == self.places.shape[1]
 
     def read_all(self):
-        """The bytes of all blocks: (num_blocks, block_bytes), copied."""
-        return self.bytes[self.places]
+        """The bytes of each block, copied."""
+        return [row.tobytes() for row in self.bytes[self.places]]
 
     def write(self, block_id, content):
-        self.bytes[self.places[block_id]] = content
+        self.bytes[self.places[block_id]] = np.frombuffer(content, np.uint8)
 
 
 ALL = slice(None)

@@ -74,14 +74,14 @@ class Life:
         for block in self.pool.block_pool.blocks:
             if block.block_hash is not None:
                 assert any(
-                    np.array_equal(found[block.block_id], self.contents[number])
+                    found[block.block_id] == self.contents[number]
                     for number in self.cached[block.block_hash[:-4]]
                 )
         assert np.array_equal(self.memory.bytes[self.memory.padding], self.padding)
-        assert np.array_equal(found[0], self.null_block)
+        assert found[0] == self.null_block
 
     def check_content(self, found, block_id, number):
-        assert np.array_equal(found[block_id], self.contents[number]), f"C4: slot {block_id} is not {number}"
+        assert found[block_id] == self.contents[number], f"C4: slot {block_id} is not {number}"
 
     def find_hits(self):
         """What each hash finds: the bytes."""
@@ -91,7 +91,7 @@ class Life:
         for block_hash in self.cached:
             blocks = pool.get_cached_block(block_hash, [0])
             if blocks:
-                hits[block_hash] = found[blocks[0].block_id].tobytes()
+                hits[block_hash] = found[blocks[0].block_id]
         return hits
 
     def note_moved(self, relocation):
@@ -113,7 +113,7 @@ class Life:
 
     def write(self, block_id):
         """New content; its number."""
-        self.contents.append(self.noise.integers(0, 256, self.memory.places.shape[1], np.uint8))
+        self.contents.append(self.noise.bytes(self.memory.places.shape[1]))
         self.memory.write(block_id, self.contents[-1])
         return len(self.contents) - 1
 
@@ -204,9 +204,7 @@ class Life:
         numbers = []
         for block_id, block_hash in zip(ids, hashes, strict=False):
             [number] = [
-                number
-                for number in self.cached[block_hash]
-                if np.array_equal(found[block_id], self.contents[number])
+                number for number in self.cached[block_hash] if found[block_id] == self.contents[number]
             ]
             numbers.append(number)
         if ids:
