@@ -23,7 +23,7 @@ from kv_pool.errors import (
     UnknownDeviceError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockMove
 from kv_pool.protocol import (
     NO_SEQUENCE,
     NORMAL,
@@ -31,6 +31,7 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
+    Contiguity,
     KVPoolProtocol,
     MigrationResult,
 )
@@ -80,8 +81,9 @@ class GPUKVPool(KVPoolProtocol):
             locked: take note, do not wait for another thread.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken; locked,
             too. Without it ids change in `defragment` only.
-        migration_hook: called with the request that is about to be refused, and how many blocks it lacks;
-            the pool is not locked. It may free or migrate blocks; the request is tried once more.
+        migration_hook: called with the request that is about to be refused, and how many blocks it lacks (in
+            `allocate_many`, how many the batch lacks); the pool is not locked. It may free or migrate blocks;
+            then the request, or the batch, is tried once more.
         run_length: what `get_fragmentation_rate` is about.
         enable_caching: freed blocks keep their hashes until they are taken.
         clock: seconds, for `last_access_time` and the times in results.
@@ -143,6 +145,7 @@ class GPUKVPool(KVPoolProtocol):
         self._placement = Placement(self.block_pool, self._copy_moves, on_moved)
         self._retention = self._placement.retention
         self._peers: dict[int, GPUKVPool] = {}
+        self._together: frozenset[int] = frozenset()  # the sequences of the batch that is being served
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -195,24 +198,30 @@ class GPUKVPool(KVPoolProtocol):
         )
 
     def allocate_many(self, requests: Sequence[BlockAllocationRequest]) -> list[list[int]]:
-        """As `allocate` for each request in turn, all or none.
+        """As `allocate` for each request in turn, all or none. No sequence among them is evicted for another.
+
+        The migration hook is called with the first request that does not fit, and how many blocks all of them
+        lack together; then all are tried once more.
 
         Raises:
             As `allocate`: all blocks are given back, those of requests before the one at fault as well; what
             was evicted or moved for those stays so.
         """
-        done: list[tuple[BlockAllocationRequest, list[KVCacheBlock]]] = []
-        with self._lock:
-            try:
-                for request in requests:
-                    done.append((request, self._allocate_locked(request)))
-            except BaseException:
-                for request, blocks in reversed(done):
-                    if request.pinned:
-                        self._pins.unpin(blocks)
-                    self._drop([(self._sequences[request.sequence_id], block) for block in blocks])
+        for request in requests:
+            check_request(request)
+        done: list[list[KVCacheBlock]] = []
+        try:
+            with self._lock:
+                return self._allocate_all(requests, done)
+        except PoolExhaustedError:
+            num_blocks = sum(request.num_blocks for request in requests)
+            if self._migration_hook is None or num_blocks > self.total_blocks:
                 raise
-            return [[block.block_id for block in blocks] for _, blocks in done]
+            refused = requests[len(done)]
+            num_missing = num_blocks - self._count_available(refused.priority)
+        self._migration_hook(refused, max(0, num_missing))
+        with self._lock:
+            return self._allocate_all(requests, [], ["the migration hook"])
 
     def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> list[int]:
         """Let a new sequence share the first `num_blocks` blocks of another one; None for all.
@@ -261,9 +270,10 @@ class GPUKVPool(KVPoolProtocol):
             num_cached = 0
             while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
                 num_cached += 1
+            is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
             request = SimpleNamespace(block_hashes=block_hashes)
             self.block_pool.cache_full_blocks(
-                request, blocks, num_cached, len(block_hashes), self.block_size, 0
+                request, blocks, num_cached, len(block_hashes), self.block_size, 0, is_bare
             )
 
     def claim_prefix(
@@ -445,7 +455,8 @@ class GPUKVPool(KVPoolProtocol):
         """Move blocks with their bytes to a connected pool; their sequences hold them there.
 
         Each block goes with the sequence that has held it longest, at the end of what that has there; others
-        that share it keep it here. Hashes stay here, with the old block, which can still be hit.
+        that share it keep it here. What could be hit here can be hit there, too, if that pool caches; the old
+        block keeps its hashes as long as it is not taken again. No event tells of the hashes there.
 
         Returns:
             The ids there, in the same order.
@@ -502,6 +513,9 @@ class GPUKVPool(KVPoolProtocol):
                 if there is None:
                     there = _Sequence(sequence.sequence_id, sequence.priority, target._clock())
                 target._hold(there, [new])
+            if target.block_pool.enable_caching:
+                for block, new in zip(blocks, taken, strict=True):
+                    target._add_keys(new, self._list_keys(block), block.block_hash_num_tokens)
             self._drop(drops)
             return [block.block_id for block in taken]
 
@@ -532,6 +546,32 @@ class GPUKVPool(KVPoolProtocol):
         self._migration_hook(request, max(0, num_missing))
         with self._lock:
             return self._allocate_locked(request, ["the migration hook"])
+
+    def _allocate_all(
+        self,
+        requests: Sequence[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        tried: Sequence[str] = (),
+    ) -> list[list[int]]:
+        """Take the blocks of all requests, or of none.
+
+        Args:
+            done: empty; gets the blocks of each request that was served, also where a later one is not.
+        """
+        self._together = frozenset(request.sequence_id for request in requests)
+        try:
+            for request in requests:
+                done.append(self._allocate_locked(request, tried))
+        except BaseException:
+            for request, blocks in reversed(list(zip(requests, done, strict=False))):
+                if request.pinned:
+                    self._pins.unpin(blocks)
+                self._drop([(self._sequences[request.sequence_id], block) for block in blocks])
+            raise
+        finally:
+            self._together = frozenset()
+        # Now, since a later request may have moved the blocks of one before.
+        return [[block.block_id for block in blocks] for blocks in done]
 
     def _allocate_locked(
         self, request: BlockAllocationRequest, tried: Sequence[str] = ()
@@ -578,7 +618,7 @@ class GPUKVPool(KVPoolProtocol):
         taken = placement.take_run(num_blocks, after, contiguous)
         if taken is None and placement.may_move:
             max_moves = num_blocks if request.max_moves is None else request.max_moves
-            taken = placement.make_run(num_blocks, max_moves, self._list_fixed())
+            taken = placement.make_run(num_blocks, max_moves, self._list_fixed(), "prefer")
         return placement.take_any(num_blocks, after) if taken is None else taken
 
     def _take_required(
@@ -597,9 +637,7 @@ class GPUKVPool(KVPoolProtocol):
             self._make_room(request, attempts)
             is_enough = True
         if is_enough:
-            taken = placement.take_run(num_blocks, after, "require")
-            if taken is None:
-                taken = placement.make_run(num_blocks, request.max_moves, self._list_fixed())
+            taken = self._take_run(request, after)
             if taken is not None:
                 return taken
             attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
@@ -608,6 +646,21 @@ class GPUKVPool(KVPoolProtocol):
         if taken is None:  # one search does not look at all of a large pool
             self._refuse(request, attempts)
         return taken
+
+    def _take_run(
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None
+    ) -> list[KVCacheBlock] | None:
+        """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
+        num_blocks = request.num_blocks
+        placement = self._placement
+        modes: tuple[Contiguity, ...] = ("prefer", "require") if placement.retention else ("require",)
+        for mode in modes:
+            taken = placement.take_run(num_blocks, after, mode)
+            if taken is None:
+                taken = placement.make_run(num_blocks, request.max_moves, self._list_fixed(), mode)
+            if taken is not None:
+                return taken
+        return None
 
     def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
         """Evict sequences until the request's blocks are there, or refuse it with nothing changed."""
@@ -660,6 +713,7 @@ class GPUKVPool(KVPoolProtocol):
             for sequence in self._sequences.values()
             if sequence.priority <= priority
             and sequence.sequence_id != sequence_id
+            and sequence.sequence_id not in self._together
             and not self._pins.is_any_pinned(sequence.blocks)
         ]
         allowed = {candidate.sequence_id for candidate in candidates}
@@ -784,6 +838,19 @@ class GPUKVPool(KVPoolProtocol):
             if block not in sequence.blocks:
                 raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
         return [(sequence, block) for block in blocks]
+
+    def _list_keys(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
+        """What a block can be hit by, its primary key first."""
+        if block.block_hash is None:
+            return []
+        return [block.block_hash, *self.block_pool.cached_block_hashes_by_block.get(block.block_id, ())]
+
+    def _add_keys(
+        self, block: KVCacheBlock, keys: Sequence[BlockHashWithGroupId], num_tokens: int | None
+    ) -> None:
+        """Let a block that was copied from elsewhere be hit by what the original is hit by."""
+        for key in keys:
+            self.block_pool._insert_block_hash(key, block, num_tokens)
 
     def _list_fixed(self) -> list[int]:
         """Ids of blocks that stay where they are: pinned, or in flight.
