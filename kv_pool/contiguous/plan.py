@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kv_pool.contiguous.run_index import EMPTY, IN_USE
@@ -203,6 +204,6 @@ def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:
 
 def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> None:
     """Count the next `num_blocks` cached blocks in eviction order as empty."""
-    for block_id, _ in zip(_list_evictable(pool, blocks), range(num_blocks), strict=False):
+    for block_id in islice(_list_evictable(pool, blocks), num_blocks):
         blocks.empty[block_id] = True
         blocks.cached[block_id] = False

@@ -23,7 +23,8 @@ _MIN_PIECE = 8
 # Bounds of one search, in bytes; see benchmarks/bench_runs.py for what they cost and find.
 _MAX_SWEEP = 4_096
 _MAX_SCAN = 65_536
-_MAX_SCANS = 3
+_MAX_SCANS = 2
+_MAX_PLACES = 16
 
 
 class FreeRunIndex:
@@ -50,7 +51,7 @@ class FreeRunIndex:
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
-        self._hand: i64 = 1  # where the next sweep, or search of a large pool, begins
+        self._hand: i64 = 1  # where the next sweep or search begins
         self._table_age: i64 = -1
         self._table: bytes = _ANY_AGE
 
@@ -302,54 +303,76 @@ class FreeRunIndex:
     def find_run(self, num_blocks: int) -> int | None:
         """The first id of `num_blocks` consecutive free ones, or None.
 
-        Of all such runs, the one whose youngest block was used longest ago; of equally old ones an aligned
-        one, at a multiple of the next power of two, so that its tail and its neighbours stay whole; of those
-        the lowest. So in pools of up to 65,536 blocks. In larger ones so many are looked at from the sweeping
-        hand on; where none is found the next so many, twice; and the next call goes on from there.
+        Looks from where the last search ended, round by id, and takes the place whose youngest block was used
+        longest ago: of all in the runs that it meets, up to 16, and the first that has hardly been used since
+        the free blocks last turned over is good enough. In a run it tries the places at a multiple of the
+        next power of two, so that a run's tail and its neighbours stay whole, and its two ends; of equally
+        old places the first of these. A call looks at 131,072 ids at most, and the next one goes on from
+        there: in a larger pool None does not say that there is no run.
         """
-        for _ in range(_MAX_SCANS):
-            first = self._find_best_run(num_blocks)
-            if first or len(self.ages) <= _MAX_SCAN:
-                break
-        return first or None
-
-    def _find_best_run(self, num_blocks: i64) -> i64:
-        """The best run within one scan, or 0."""
-        import numpy as np
-
-        ages = self.ages
-        at: i64 = 1
-        if len(ages) > _MAX_SCAN:
-            at = self._hand if self._hand < len(ages) else 1
-        length: i64 = min(len(ages) - at, _MAX_SCAN)
-        if length < num_blocks:
-            self._hand = 1
-            return 0
-        # In use becomes 255, younger than all. Then the youngest age of each window, by doubling its width.
-        youngest: Any = np.frombuffer(ages, np.uint8, length, at) - 1
-        width: i64 = 1
-        while width < num_blocks:
-            step: i64 = min(width, num_blocks - width)
-            youngest = np.maximum(youngest[:-step], youngest[step:])
-            width += step
-        best: i64 = int(youngest.argmin())
-        age: i64 = int(youngest[best])
-        if age == _YOUNGEST:
-            if len(ages) > _MAX_SCAN:
-                self._hand = at + length - num_blocks + 1
-            return 0
+        n: i64 = num_blocks
+        num_all: i64 = len(self.ages)
         slot: i64 = 1
-        while slot < num_blocks:
+        while slot < n:
             slot *= 2
-        to_aligned: i64 = (slot - at % slot) % slot
-        aligned: Any = youngest[to_aligned::slot]
-        if len(aligned):
-            best_aligned: i64 = int(aligned.argmin())
-            if int(aligned[best_aligned]) == age:
-                best = to_aligned + best_aligned * slot
-        if len(ages) > _MAX_SCAN:
-            self._hand = at + best + num_blocks
-        return at + best
+        good: i64 = max(EMPTY, self.now - _GENERATIONS + _GENERATIONS // 8)
+        best: i64 = 0
+        best_age: i64 = _YOUNGEST + 1
+        num_places: i64 = 0
+        most: i64 = _MAX_PLACES
+        in_use: i64 = IN_USE  # a module's names are looked up each time
+        at = self._hand if self._hand < num_all else 1
+        left: i64 = min(num_all + n - 2, _MAX_SCANS * _MAX_SCAN)
+        while left > 0 and num_places < most and best_age > good:
+            data = bytes(self.ages[at : at + min(left, _MAX_SCAN)])
+            size: i64 = len(data)
+            last: i64 = n - 1
+            while last < size and num_places < most and best_age > good:
+                # Backwards from where a run would end: most ids are jumped over.
+                low: i64 = last - n
+                position: i64 = last
+                while position > low and data[position] != in_use:
+                    position -= 1
+                if position > low:
+                    last = position + n
+                    continue
+                first: i64 = low + 1
+                end: i64 = data.find(IN_USE, last)
+                if end < 0:
+                    end = size
+                place: i64 = first + (slot - (at + first) % slot) % slot
+                turn: i64 = 0
+                if place + n > end:
+                    place = first
+                    turn = 1
+                while turn < 3 and num_places < most and best_age > good:
+                    age: i64 = EMPTY
+                    position = place
+                    while position < place + n:
+                        if data[position] > age:
+                            age = data[position]
+                            if age >= best_age:
+                                break
+                        position += 1
+                    if age < best_age:
+                        best = at + place
+                        best_age = age
+                    num_places += 1
+                    if turn == 0 and place + slot + n <= end:
+                        place += slot
+                    else:
+                        turn += 1
+                        place = first if turn == 1 else end - n
+                last = end + n
+            left -= size
+            if at + size >= num_all:
+                at = 1
+            else:  # a run may begin in this part and end in the next one
+                at += max(1, size - n + 1)
+                if left > 0:
+                    left += n - 1
+        self._hand = best + n if best else at
+        return best or None
 
     def _table_for(self, max_age: i64) -> bytes:
         """What translates an age to 1 if it is free and old enough, else to 0."""

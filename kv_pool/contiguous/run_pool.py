@@ -78,12 +78,13 @@ class RunBlockPool(BlockPool):
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
 
-        Of the runs that are found, the one whose youngest block was used longest ago, and of those one at a
-        multiple of the next power of two. Nothing is taken beyond `num_blocks`.
+        Of the places that the search meets, the one whose youngest block was used longest ago, and of those
+        one at a multiple of the next power of two (`FreeRunIndex.find_run`). Nothing is taken beyond
+        `num_blocks`.
 
         Returns:
             The blocks, each with ref_cnt 1 and no hash; None when the free blocks are too scattered, with
-            nothing changed: compaction helps then. In a pool of more than 65,536 blocks None can also mean
+            nothing changed: compaction helps then. In a pool of more than 131,072 blocks None can also mean
             that this call did not come to the right place; the next one looks further.
         Raises:
             OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.

@@ -1,6 +1,7 @@
 """A pool that hands out consecutive ids."""
 
 import random
+import re
 
 import pytest
 from contiguous.slot_engine import make_run_pool
@@ -22,9 +23,8 @@ def test_a_run_is_consecutive_and_nothing_beyond_it_is_taken():
 
 def test_aligned_slots_come_first_among_equally_old_ones():
     pool = RunBlockPool(65, True, 4)
-    assert ids(pool.get_new_run(5))[0] == 8
-    assert ids(pool.get_new_run(16))[0] == 16
-    assert ids(pool.get_new_run(3))[0] == 4
+    for num_blocks, slot in ((5, 8), (16, 16), (3, 4), (7, 8)):
+        assert ids(pool.get_new_run(num_blocks))[0] % slot == 0
 
 
 def test_neighbours_that_are_freed_make_a_run_again():
@@ -54,8 +54,20 @@ def test_the_oldest_run_is_found_far_behind_the_front_of_the_queue():
     assert ids(pool.get_new_run(2)) == [202, 203]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_run_would_have_cost_a_block_that_is_used_longer_ago(seed):
+def list_places(ages, length, hand):
+    """Where a run of `length` may lie, as the search goes: each run's aligned slots, then its ends."""
+    slot = 1 << (length - 1).bit_length()
+    places = []
+    for start, end in ((hand, len(ages)), (1, hand + length - 1)):
+        for run in re.finditer(rb"[^\0]+", ages[start:end]):
+            first, last = start + run.start(), start + run.end() - length
+            if first <= last:
+                places += [place for place in range(first, last + 1) if place % slot == 0] + [first, last]
+    return places
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_the_first_16_places_none_would_have_cost_less_recent_content(seed):
     rng = random.Random(seed)
     pool = RunBlockPool(rng.randrange(20, 80), True, 4)
     held = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -67,15 +79,15 @@ def test_no_run_would_have_cost_a_block_that_is_used_longer_ago(seed):
         pool.free_blocks([block])
     ages = bytes(pool.run_index.ages)
     length = rng.randrange(1, 6)
-    windows = [ages[first : first + length] for first in range(1, len(ages) - length + 1)]
-    possible = [max(window) for window in windows if min(window)]
+    places = list_places(ages, length, pool.run_index._hand)
+    youngest = [max(ages[place : place + length]) for place in places]
     taken = pool.get_new_run(length)
     if taken is None:
-        assert not possible
+        assert not places
     else:
         first = taken[0].block_id
         assert ids(taken) == list(range(first, first + length))
-        assert max(ages[first : first + length]) == min(possible)
+        assert max(ages[first : first + length]) == min(youngest[:16])
     invariants.check(pool)
 
 
