@@ -197,8 +197,7 @@ class PagedSequences:
         return sum(len(relocation.moves) for relocation in relocations)
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
-        """Take blocks with consecutive ids, as for a transfer; requests' blocks move out of the way with their
-        K and V.
+        """Take blocks with consecutive ids, as for a transfer; requests make way with their K and V.
 
         Returns:
             Blocks of the manager's pool, to be given back there; None where no run can be made.
