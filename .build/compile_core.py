@@ -56,7 +56,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             paths = sorted(
                 str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
             )
-            paths += ["kv_pool/contiguous/move_check.py", "kv_pool/contiguous/run_index.py"]
+            paths += [f"kv_pool/contiguous/{name}.py" for name in ("move_check", "run_calls", "run_index")]
             # Without the project's own configuration: a type error there is for the gate to find, not here.
             options = ["--config-file=", "--ignore-missing-imports", f"--cache-dir={build_dir / 'mypy'}"]
             distribution = Distribution(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-from kv_pool.contiguous import fragmentation
+from kv_pool.contiguous import fragmentation, run_calls
 from kv_pool.contiguous.run_index import FreeRunIndex
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
@@ -109,8 +109,13 @@ class RunBlockPool(BlockPool):
             return None
         taken = list(self.blocks[first : first + num_blocks])
         self.run_index.note_range_taken(first, first + num_blocks)
-        # If not, the index was wrong and has been made anew, so that this ends.
-        return taken if self._claim(taken) else self.get_new_run(num_blocks)
+        may_call_others = len(self._reuse_watchers) > 0
+        try:
+            BlockPool.take_blocks(self, taken)
+        except BaseException as error:
+            self._recover(error, may_call_others)
+            return self.get_new_run(num_blocks)  # the index is right now, so that this ends
+        return taken
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         listed = blocks if isinstance(blocks, list) else list(blocks)
@@ -125,43 +130,33 @@ class RunBlockPool(BlockPool):
         queue = self.free_block_queue
         if num_blocks > queue.num_free_blocks:
             return None
-        taken = self.run_index.choose(self.blocks, queue, next_id, num_blocks)
-        if len(taken) < num_blocks:
-            self.rebuild_index()
-            return None
-        return taken if self._claim(taken) else None
-
-    def _claim(self, blocks: list[KVCacheBlock]) -> bool:
-        """Take these blocks, which the index has been told already.
-
-        False, with nothing changed: they are not all free. The index had not been told of something, and has
-        been made anew.
-        """
         may_call_others = len(self._reuse_watchers) > 0
         try:
-            BlockPool.take_blocks(self, blocks)
-        except InvalidBlockError:
+            taken = run_calls.take_in_runs(self, self.run_index, next_id, num_blocks)
+        except BaseException as error:
+            self._recover(error, may_call_others)
+            return None
+        if taken is None:
             self.rebuild_index()
-            if may_call_others:
-                raise
-            return False
-        except BaseException:
-            self.rebuild_index()
-            raise
-        return True
+        return taken
+
+    def _recover(self, error: BaseException, may_call_others: bool) -> None:
+        """Make the index anew after taking blocks that it had been told of failed; all are back in the queue.
+
+        Returns if they were not all free: the index had not heard of something. Raises the error if it may
+        be another's, a watcher's for one.
+        """
+        self.rebuild_index()
+        if may_call_others or not isinstance(error, InvalidBlockError):
+            raise error
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        listed = blocks if isinstance(blocks, list) else list(blocks)
-        super().touch(listed)
-        self.run_index.note_taken(listed, self._owner)
+        run_calls.touch(self, self.run_index, blocks)
 
     # ---- giving back -----------------------------------------------------------------------------
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        listed = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-        super().free_blocks(listed)
-        num_free = self.free_block_queue.num_free_blocks
-        self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
+        run_calls.free_blocks(self, self.run_index, ordered_blocks)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         listed = list(blocks)

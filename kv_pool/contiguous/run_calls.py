@@ -1,0 +1,38 @@
+"""The pool's calls that its run index hears of: one compiled call each, since every request makes them."""
+
+from collections.abc import Iterable, Sequence
+
+from kv_pool.contiguous.run_index import FreeRunIndex
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+
+
+def take_in_runs(
+    pool: BlockPoolCore, index: FreeRunIndex, next_id: int, num_blocks: int
+) -> list[KVCacheBlock] | None:
+    """Take `num_blocks` blocks in long runs, by preference from `next_id` on; see `FreeRunIndex.choose`.
+
+    None: the index knows of fewer, and has to be rebuilt. Nothing was taken.
+    Raises:
+        As `take_blocks`; nothing was taken, and the index has to be rebuilt.
+    """
+    chosen = index.choose(pool.blocks, pool.free_block_queue, next_id, num_blocks)
+    if len(chosen) < num_blocks:
+        return None
+    BlockPoolCore.take_blocks(pool, chosen)
+    return chosen
+
+
+def touch(pool: BlockPoolCore, index: FreeRunIndex, blocks: Sequence[KVCacheBlock]) -> None:
+    """`BlockPool.touch`, and the index knows of it."""
+    listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
+    BlockPoolCore.touch(pool, listed)
+    index.note_taken(listed, pool._owner)
+
+
+def free_blocks(pool: BlockPoolCore, index: FreeRunIndex, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+    """`BlockPool.free_blocks`, and the index knows of it."""
+    listed: list[KVCacheBlock] = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+    BlockPoolCore.free_blocks(pool, listed)
+    num_free = pool.free_block_queue.num_free_blocks
+    index.note_freed(listed, pool._owner, num_free, pool.enable_caching, False)
