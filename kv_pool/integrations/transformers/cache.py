@@ -110,8 +110,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             attention is `ATTENTION_NAME`, which reads the blocks.
 
     Blocks may be moved, shared, evicted and migrated whenever no forward pass is running; a pass looks its
-    slots up in its first layer. Refused are beam search, assisted decoding and `use_cache=False`, which reorder
-    or drop rows, or feed tokens again.
+    slots up in its first layer. Beam search and assisted decoding are refused: they reorder or crop rows.
+    So is `use_cache=False`: it feeds computed tokens again.
     """
 
     def __init__(
