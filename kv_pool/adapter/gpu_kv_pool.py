@@ -4,8 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.placement import Placement
@@ -13,6 +13,7 @@ from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -50,6 +51,18 @@ class _Sequence:
         self.priority = priority
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """What a pool reads of a request, where hashes are all that is known of it."""
+
+    block_hashes: Sequence[BlockHash] = ()
+    all_token_ids: list[int] = field(default_factory=list)
+    lora_request: Any = None
+    mm_features: None = None
+    cache_salt: None = None
+    session_id: None = None
 
 
 class GPUKVPool(KVPoolProtocol):
@@ -256,7 +269,9 @@ class GPUKVPool(KVPoolProtocol):
     def cache_prefix(self, sequence_id: int, block_hashes: Sequence[BlockHash]) -> None:
         """Make the first `len(block_hashes)` blocks of a sequence findable by these hashes, head first.
 
-        Blocks that are cached already keep the hashes that they have.
+        Blocks that are cached already keep the hashes that they have. Events name no tokens: the pool knows
+        none.
+
         Raises:
             UnknownSequenceError: it holds nothing.
             InvalidArgumentError: it has fewer blocks. In both cases nothing has changed.
@@ -270,10 +285,10 @@ class GPUKVPool(KVPoolProtocol):
             num_cached = 0
             while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
                 num_cached += 1
+            # A block may be cached behind one that is not: one that migrated here, say.
             is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
-            request = SimpleNamespace(block_hashes=block_hashes)
             self.block_pool.cache_full_blocks(
-                request, blocks, num_cached, len(block_hashes), self.block_size, 0, is_bare
+                _Prefix(block_hashes), blocks, num_cached, len(block_hashes), self.block_size, 0, is_bare
             )
 
     def claim_prefix(
@@ -456,7 +471,7 @@ class GPUKVPool(KVPoolProtocol):
 
         Each block goes with the sequence that has held it longest, at the end of what that has there; others
         that share it keep it here. What could be hit here can be hit there, too, if that pool caches; the old
-        block keeps its hashes as long as it is not taken again. No event tells of the hashes there.
+        block keeps its hashes as long as it is not taken again.
 
         Returns:
             The ids there, in the same order.
@@ -514,8 +529,11 @@ class GPUKVPool(KVPoolProtocol):
                     there = _Sequence(sequence.sequence_id, sequence.priority, target._clock())
                 target._hold(there, [new])
             if target.block_pool.enable_caching:
+                parents = find_parents(drops)
                 for block, new in zip(blocks, taken, strict=True):
-                    target._add_keys(new, self._list_keys(block), block.block_hash_num_tokens)
+                    if block.block_hash is not None:
+                        others = self.block_pool.cached_block_hashes_by_block.get(block.block_id, ())
+                        target._learn_keys(new, [block.block_hash, *others], block, parents[block])
             self._drop(drops)
             return [block.block_id for block in taken]
 
@@ -839,18 +857,34 @@ class GPUKVPool(KVPoolProtocol):
                 raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
         return [(sequence, block) for block in blocks]
 
-    def _list_keys(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
-        """What a block can be hit by, its primary key first."""
-        if block.block_hash is None:
-            return []
-        return [block.block_hash, *self.block_pool.cached_block_hashes_by_block.get(block.block_id, ())]
-
-    def _add_keys(
-        self, block: KVCacheBlock, keys: Sequence[BlockHashWithGroupId], num_tokens: int | None
+    def _learn_keys(
+        self,
+        block: KVCacheBlock,
+        keys: Sequence[BlockHashWithGroupId],
+        original: KVCacheBlock,
+        parent: BlockHash | None,
     ) -> None:
-        """Let a block that was copied from elsewhere be hit by what the original is hit by."""
+        """Let a block be hit by what its original in another pool is hit by, and tell of it.
+
+        Args:
+            parent: what the block before is hit by; None for none, or where that is not known.
+        """
+        pool = self.block_pool
+        num_tokens = original.block_hash_num_tokens
+        start = max(0, (num_tokens or 0) - self.block_size)
         for key in keys:
-            self.block_pool._insert_block_hash(key, block, num_tokens)
+            pool._insert_block_hash(key, block, num_tokens)
+            if pool.enable_kv_cache_events:
+                pool.kv_event_queue.append(
+                    pool._make_stored(
+                        _Prefix(),
+                        [get_block_hash(key)],
+                        parent if start else None,
+                        start,
+                        self.block_size,
+                        get_group_id(key),
+                    )
+                )
 
     def _list_fixed(self) -> list[int]:
         """Ids of blocks that stay where they are: pinned, or in flight.
@@ -874,6 +908,17 @@ class GPUKVPool(KVPoolProtocol):
 def is_run(block_ids: Sequence[int]) -> bool:
     """Are these consecutive, lowest first? One is, none are not."""
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
+
+
+def find_parents(drops: Sequence[tuple[_Sequence, KVCacheBlock]]) -> dict[KVCacheBlock, BlockHash | None]:
+    """By block the hash of the one before it in its sequence; None for the first, or if that one has none."""
+    parents: dict[KVCacheBlock, BlockHash | None] = {}
+    for sequence in dict.fromkeys(sequence for sequence, _ in drops):
+        parent = None
+        for block in sequence.blocks:
+            parents[block] = parent
+            parent = None if block.block_hash is None else get_block_hash(block.block_hash)
+    return {block: parents[block] for _, block in drops}
 
 
 def count_freed(sequence: _Sequence, left: dict[KVCacheBlock, int]) -> list[KVCacheBlock]:

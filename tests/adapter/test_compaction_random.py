@@ -38,6 +38,7 @@ class Life:
             on_evicted=lambda sequence_id, _: self.evicted.append(sequence_id),
             on_moved=self.note_moved,
         )
+        self.pool.block_pool.enable_kv_cache_events = True
         self.evicted = []
         self.contents = []  # by number, the bytes
         self.held = {}  # sequence -> numbers of its blocks
@@ -286,7 +287,7 @@ class Life:
         max_evictions = self.rng.choice([0, 0, 0, 2])
         hits, num_evicted, before = self.find_hits(), pool.num_evictions, invariants.Snapshot(pool)
         epoch = pool.epoch
-        pool.enable_kv_cache_events = True
+        pool.take_events()
         self.break_copies()
         try:
             num_moved = self.pool.defragment(max_evictions, self.rng.choice([None, None, 1, 3]))
@@ -296,7 +297,6 @@ class Life:
             if pool.epoch == epoch and not max_evictions:
                 invariants.check_nothing_moved(before, pool)
         events = pool.take_events()
-        pool.enable_kv_cache_events = False
         assert all(isinstance(event, BlockRemoved) for event in events)
         assert len(events) == pool.num_evictions - num_evicted <= max_evictions
         assert [id(block) for block in pool.free_block_queue.get_all_free_blocks()] == before.queue

@@ -11,6 +11,7 @@ from kv_pool import (
     PoolExhaustedError,
     UnknownDeviceError,
 )
+from kv_pool.core.block_keys import make_external_block_hash
 
 
 def make_pair(**options):
@@ -88,6 +89,28 @@ def test_a_hash_that_is_cached_there_already_gets_a_second_block():
     assert there.claim_prefix(8, [hash_of(1), hash_of(2)]) == there.blocks_of(1)[:2]
     assert read(there, 8) == [16, 17]
     check(there)
+
+
+def test_events_tell_of_what_is_cached_there_now():
+    here, there = make_pair()
+    there.block_pool.enable_kv_cache_events = True
+    here.cache_prefix(1, [hash_of(number) for number in (1, 2, 3)])
+    here.migrate_blocks(here.blocks_of(1)[1:], 1)
+    told = there.block_pool.take_events()
+    external = [make_external_block_hash(hash_of(number)) for number in (1, 2, 3)]
+    assert [(event.block_hashes, event.parent_block_hash) for event in told] == [
+        ([external[1]], external[0]),
+        ([external[2]], external[1]),
+    ]
+    there.free_sequence(1)
+    there.block_pool.evict_blocks(range(1, 6))
+    assert sorted(event.block_hashes for event in there.block_pool.take_events()) == sorted(
+        [[external[1]], [external[2]]]
+    )
+    here.block_pool.enable_kv_cache_events = True
+    here.cache_prefix(2, [hash_of(7)])
+    [stored] = here.block_pool.take_events()
+    assert (stored.block_hashes, stored.token_ids) == ([make_external_block_hash(hash_of(7))], [])
 
 
 def test_a_pool_that_does_not_cache_does_not_learn_hashes():
