@@ -1,4 +1,4 @@
-"""What do runs of consecutive block ids cost, and how long do they get? See benchmarks/README.md."""
+"""What do runs of consecutive block ids cost, and what is there to be had? See benchmarks/README.md."""
 
 import argparse
 import gc
@@ -16,7 +16,8 @@ from typing import Any
 from bench_block_pool import describe_run
 
 import kv_pool
-from kv_pool.contiguous.compaction import Relocation, apply_moves, pack_if_fragmented, take_run
+from kv_pool.contiguous.compaction import Relocation, apply_moves, pack, take_run
+from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.plan import plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
@@ -28,17 +29,22 @@ RUN_LENGTH = 16
 MAX_RUN = 64
 # (clock, tokens per block, blocks)
 REPLAYS = [
-    ("trace", 16, 100_000),
-    ("trace", 16, 30_000),
-    ("instant", 16, 100_000),
-    ("instant", 16, 10_000),
-    ("trace", 512, 10_000),
-    ("trace", 512, 3_000),
     ("instant", 512, 10_000),
     ("instant", 512, 3_000),
+    ("trace", 512, 10_000),
+    ("trace", 512, 3_000),
+    ("instant", 16, 100_000),
+    ("trace", 16, 100_000),
 ]
 USES = (0.5, 0.8, 0.9, 0.95)
-MODES = ("eviction order", "runs preferred", "on demand", "threshold")
+MODES = ("eviction order", "runs preferred", "on demand", "threshold", "64 a step")
+# Where the bytes of a block of Llama-3-8B are, 2 MiB of 16 tokens: spans, and how far apart they start.
+KIB = 1024
+LAYOUTS = {
+    "K and V apart, 32 layers": [(32 * KIB, 32 * KIB)] * 64,
+    "32 layers": [(64 * KIB, 64 * KIB)] * 32,
+    "block outermost": [(2048 * KIB, 2048 * KIB)],
+}
 
 
 def copy_nothing(moves: Sequence[BlockMove]) -> None:
@@ -114,6 +120,7 @@ class Life:
         self.caches = caches
         self.num_wanted = int(use * (pool.num_gpu_blocks - 1))
         self.tables: list[list[KVCacheBlock]] = []
+        self.num_unwritten: list[int] = []  # token slots in the last block of each table
         self.num_taken = 0
         self.num_hashes = 0
 
@@ -122,22 +129,36 @@ class Life:
         pool, rng = self.pool, self.rng
         num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         if num_used >= self.num_wanted and self.tables:
-            position = rng.randrange(len(self.tables))
-            self.tables[position], self.tables[-1] = self.tables[-1], self.tables[position]
-            pool.free_blocks(self.tables.pop()[::-1])
+            self.end(rng.randrange(len(self.tables)))
         else:
             count = min(max(1, int(rng.lognormvariate(math.log(20), 0.8))), pool.get_num_free_blocks())
             if count:
                 self.add(pool.get_new_blocks(count))
         for _ in range(8):
             if self.tables and pool.get_num_free_blocks():
-                table = rng.choice(self.tables)
+                position = rng.randrange(len(self.tables))
+                table = self.tables[position]
                 table.extend(pool.get_new_blocks_after(table[-1], 1))
+                self.num_unwritten[position] = rng.randrange(BLOCK_SIZE)
                 self.num_taken += 1
+
+    def end(self, position: int) -> None:
+        """The request is done; the last one takes its place in the list."""
+        self.pool.free_blocks(self.tables[position][::-1])
+        self.tables[position] = self.tables[-1]
+        self.tables.pop()
+        self.num_unwritten[position] = self.num_unwritten[-1]
+        self.num_unwritten.pop()
+
+    def measure_use(self) -> tuple[float, float]:
+        """Utilisation: blocks in use of all; token waste: slots in them that nobody has written."""
+        num_used = sum(map(len, self.tables))
+        return num_used / (self.pool.num_gpu_blocks - 1), sum(self.num_unwritten) / (num_used * BLOCK_SIZE)
 
     def add(self, blocks: list[KVCacheBlock]) -> None:
         self.num_taken += len(blocks)
         self.tables.append(blocks)
+        self.num_unwritten.append(self.rng.randrange(BLOCK_SIZE))
         if self.caches:
             hashes = [
                 number.to_bytes(16, "big") for number in range(self.num_hashes, self.num_hashes + len(blocks))
@@ -176,9 +197,7 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
             if number % 4 == 0:
                 life.step()
             while pool.get_usage() > use:
-                position = rng.randrange(len(life.tables))
-                life.tables[position], life.tables[-1] = life.tables[-1], life.tables[position]
-                pool.free_blocks(life.tables.pop()[::-1])
+                life.end(rng.randrange(len(life.tables)))
         gc.enable()
         rows.append(
             {
@@ -203,7 +222,7 @@ def summarize(times: list[float]) -> dict[str, float]:
 
 
 def show_search(rows: list[dict[str, Any]]) -> None:
-    print(f"\na run of 2 to {MAX_RUN} blocks, µs")
+    print(f"\na run of 2 to {MAX_RUN} blocks, us")
     print(
         f"{'blocks':>10}{'in use':>8}{'found':>7}{'search':>9}{'p99':>7}{'max':>9}"
         f"{'with taking':>13}{'p99':>7}"
@@ -219,65 +238,126 @@ def show_search(rows: list[dict[str, Any]]) -> None:
 # ---- fragmentation over a long life --------------------------------------------------------------
 
 
+class Packed:
+    """A pool that a `Defragmenter` compacts; nothing is behind its ids."""
+
+    def __init__(self, pool: RunBlockPool) -> None:
+        self.pool = pool
+        self.num_moved = 0
+        self.step_us: list[float] = []
+
+    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
+        start = time.perf_counter_ns()
+        relocations = pack(self.pool, copy_nothing, max_moves=max_moves, max_evictions=max_evictions)
+        self.step_us.append((time.perf_counter_ns() - start) / 1e3)
+        num_moved = sum(len(relocation.moves) for relocation in relocations)
+        self.num_moved += num_moved
+        return num_moved
+
+    def get_fragmentation_rate(self) -> float:
+        return self.pool.get_fragmentation_rate(RUN_LENGTH)
+
+    def note(self, relocation: Relocation) -> None:
+        self.num_moved += len(relocation.moves)
+
+
 def live(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    num_blocks, num_steps = (1_000, 500) if options.quick else (10_000, 20_000)
+    num_blocks, num_steps = (1_000, 500) if options.quick else (10_000, 12_000)
     for caches, use, mode in itertools.product((False, True), USES, MODES):
         rng = random.Random(options.seed)
-        early_share = 0.0 if mode == "eviction order" else 0.2
-        pool = RunBlockPool(num_blocks + 1, True, BLOCK_SIZE, early_share=early_share)
+        pool = RunBlockPool(
+            num_blocks + 1, True, BLOCK_SIZE, early_share=0.0 if mode == "eviction order" else 0.2
+        )
         life = Life(pool, use, rng, caches=caches)
-        num_moved = num_refused = num_runs = 0
+        packed = Packed(pool)
+        defragmenter = Defragmenter(
+            packed,
+            interval_s=0,
+            max_moves=64 if mode == "64 a step" else None,
+            max_evictions=num_blocks // 100,
+        )
+        num_refused = num_runs = num_taken = num_moved = num_evicted = 0
         rates: list[float] = []
-
-        def note(relocation: Relocation) -> None:
-            nonlocal num_moved
-            num_moved += len(relocation.moves)
-
+        uses: list[tuple[float, float]] = []
         for step in range(num_steps):
             life.step()
-            if mode == "threshold":
-                pack_if_fragmented(
-                    pool, copy_nothing, run_length=RUN_LENGTH, max_evictions=num_blocks // 100, on_moved=note
-                )
+            if mode in ("threshold", "64 a step"):
+                defragmenter.step()
             if mode == "on demand" and step % 20 == 0 and pool.get_num_free_blocks() >= RUN_LENGTH:
                 num_runs += 1
-                run = take_run(pool, RUN_LENGTH, copy_nothing, note)
+                run = take_run(pool, RUN_LENGTH, copy_nothing, packed.note)
                 if run is None:
                     num_refused += 1
                 else:
                     life.add(run)
+            if step == num_steps // 4:  # the pool is as full as it gets
+                num_taken, num_moved, num_evicted = life.num_taken, packed.num_moved, pool.num_evictions
+                packed.step_us.clear()
             if step > num_steps // 4 and step % 25 == 0:
                 rates.append(pool.get_fragmentation_rate(RUN_LENGTH))
+                uses.append(life.measure_use())
+        num_taken = life.num_taken - num_taken
+        tables = [[block.block_id for block in table] for table in life.tables]
         rows.append(
             {
                 "caches": caches,
                 "use": use,
                 "mode": mode,
                 "unusable_share": {"mean": statistics.mean(rates), "max": max(rates)},
-                "moves_per_block": num_moved / life.num_taken,
-                "blocks_taken": life.num_taken,
+                "utilisation": statistics.mean(used for used, _ in uses),
+                "token_waste": statistics.mean(waste for _, waste in uses),
+                "moves_per_block": (packed.num_moved - num_moved) / num_taken,
+                "step_us": summarize(packed.step_us),
+                "blocks_taken": num_taken,
                 "runs_refused": num_refused,
                 "runs_asked": num_runs,
-                "evictions_per_block": pool.num_evictions / life.num_taken,
+                "evictions_per_block": (pool.num_evictions - num_evicted) / num_taken,
+                "blocks_per_request": statistics.mean(map(len, tables)),
+                "descriptors_per_request": {
+                    name: statistics.mean(count_descriptors(spans, table) for table in tables)
+                    for name, spans in LAYOUTS.items()
+                },
             }
         )
     return rows
 
 
+def count_descriptors(spans: Sequence[tuple[int, int]], block_ids: Sequence[int]) -> int:
+    """How many pieces of memory a request's blocks are, neighbours merged; spans of different layers are not.
+
+    Args:
+        spans: bytes, and from one block's to the next one's, of each span that a block has.
+    """
+    count = 0
+    for span_bytes, stride in spans:
+        end = -1
+        for block_id in block_ids:
+            count += block_id * stride != end
+            end = block_id * stride + span_bytes
+    return count
+
+
 def show_life(rows: list[dict[str, Any]]) -> None:
     print(f"\nfree blocks that cannot serve a run of {RUN_LENGTH}, over a long random life")
     print(
-        f"{'cache':7}{'in use':>7}  {'compaction':16}{'U mean':>8}{'U max':>8}{'moves/block':>13}"
-        f"{'evictions/block':>17}"
+        f"{'cache':6}{'asked':>6}{'in use':>8}{'waste':>7}  {'compaction':15}{'U mean':>8}{'U max':>7}"
+        f"{'moves/block':>13}{'evictions/block':>17}{'a step, us':>12}{'p99':>8}"
     )
     for row in rows:
-        share = row["unusable_share"]
+        share, step = row["unusable_share"], row["step_us"]
         print(
-            f"{'full' if row['caches'] else 'none':7}{row['use']:>7.0%}  {row['mode']:16}"
-            f"{share['mean']:>8.3f}{share['max']:>8.3f}{row['moves_per_block']:>13.3f}"
-            f"{row['evictions_per_block']:>17.3f}"
+            f"{'full' if row['caches'] else 'none':6}{row['use']:>6.0%}{row['utilisation']:>8.1%}"
+            f"{row['token_waste']:>7.1%}  {row['mode']:15}{share['mean']:>8.3f}{share['max']:>7.3f}"
+            f"{row['moves_per_block']:>13.3f}{row['evictions_per_block']:>17.3f}"
+            f"{step['median']:>12.0f}{step['p99']:>8.0f}"
         )
+    print("\na request's pieces of memory, neighbours merged, as a transfer would describe them; cache full")
+    print(f"{'asked':>6}  {'compaction':15}{'blocks':>8}" + "".join(f"{name:>27}" for name in LAYOUTS))
+    for row in rows:
+        if row["caches"]:
+            pieces = "".join(f"{count:>27.1f}" for count in row["descriptors_per_request"].values())
+            print(f"{row['use']:>6.0%}  {row['mode']:15}{row['blocks_per_request']:>8.1f}{pieces}")
 
 
 # ---- planning and remapping ----------------------------------------------------------------------
@@ -321,7 +401,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_plan(row: dict[str, Any]) -> None:
-    print(f"\n{row['num_moves']:,} moves in a pool of {row['num_blocks']:,}, most of it cached, µs")
+    print(f"\n{row['num_moves']:,} moves in a pool of {row['num_blocks']:,}, most of it cached, us")
     for name, times in row["us"].items():
         print(f"  {name:8}{times['median']:>9.0f}   p99 {times['p99']:.0f}")
 
