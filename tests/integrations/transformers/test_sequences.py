@@ -157,13 +157,16 @@ def test_a_request_stays_where_it_is_when_the_target_is_full_or_the_copy_fails(s
 
 @pytest.fixture
 def scattered(started):
-    """As `started`, with the request's 6 blocks at every second id of 40, from the top."""
+    """As `started`, with 6 blocks of the request at every second id from the top, nothing left below."""
+    from integrations.transformers.moved_blocks import spoil_empty
+
     sequences, request = started
     pool = sequences.manager.block_pool
     ids = sequences.manager.get_block_ids("r")
     moves = list(zip(ids, range(39, 27, -2), strict=True))
     sequences.storage.apply_moves(moves)
     pool.swap_block_ids(moves)
+    spoil_empty(sequences)
     return sequences, request
 
 
