@@ -508,9 +508,13 @@ class GPUKVPool(KVPoolProtocol):
 
     # ---- other ids, other devices ----------------------------------------------------------------
 
-    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
-        """Bring blocks in use to the lowest ids. Ids of sequences change: see `on_moved`, `blocks_of`.
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
+        """Bring blocks in use together, the free ones too. Ids of sequences change: `on_moved`, `blocks_of`.
 
+        Without a goal all blocks in use go to the lowest ids. With one just so many are moved as it takes, of
+        the emptiest stretches of `run_length` ids, and most sequences keep the runs that they have.
         Pinned blocks stay, and so does what is in flight: taken from `block_pool` by somebody else, or waited
         for there until it is reused. Sequences, references, hashes and the order of eviction are what they
         were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
@@ -519,13 +523,17 @@ class GPUKVPool(KVPoolProtocol):
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
                 cache nothing moves.
             max_moves: stop after so many; the next call goes on from there.
+            goal: the fragmentation rate to come down to, 0 to 1.
         Returns:
             How many blocks changed their id.
         Raises:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         with self._lock:
-            return self._placement.pack(self._list_fixed(), max_moves, max_evictions)
+            fixed = self._list_fixed()
+            if goal is None:
+                return self._placement.pack(fixed, max_moves, max_evictions)
+            return self._placement.gather(fixed, max_moves, max_evictions, self.run_length, goal)
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.

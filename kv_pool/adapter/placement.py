@@ -163,3 +163,25 @@ class Placement:
             on_moved=self._on_moved,
         )
         return sum(len(relocation.moves) for relocation in relocations)
+
+    def gather(
+        self,
+        pinned: Collection[int],
+        max_moves: int | None,
+        max_evictions: int,
+        run_length: int,
+        goal: float,
+    ) -> int:
+        """Bring free blocks together until the fragmentation rate is `goal`; how many blocks were moved."""
+        relocation = compaction.gather(
+            self._pool,
+            self._copy,
+            run_length=run_length,
+            goal=goal,
+            pinned=pinned,
+            spared=self.retention.list_ids(),
+            max_moves=max_moves,
+            max_evictions=max_evictions,
+            on_moved=self._on_moved,
+        )
+        return len(relocation.moves)

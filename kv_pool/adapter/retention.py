@@ -64,6 +64,10 @@ class Retention:
             for block_id, age in kept:
                 ages[block_id] = age
 
+    def list_ids(self) -> list[int]:
+        """Ids of the cached blocks that are worth more than others, in no order."""
+        return [block.block_id for block in self._priorities]
+
     def clear_front(self, num_blocks: int) -> None:
         """Let the next `num_blocks` in the free queue be those of least priority, of equal ones the next.
 

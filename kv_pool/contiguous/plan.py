@@ -1,5 +1,6 @@
 """Which blocks to move so that free ids come together. Plans only look; `compaction.apply_moves` acts."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
@@ -99,6 +100,87 @@ def plan_pack(
         np.concatenate((sources[:num_direct][::-1], in_the_way[:num_in_the_way])).tolist(),
         np.concatenate((targets[:num_direct], shelters[:num_in_the_way][::-1])).tolist(),
     )
+
+
+def plan_gather(
+    pool: RunBlockPool,
+    run_length: int,
+    *,
+    goal: float = 0.0,
+    pinned: Iterable[int] = (),
+    spared: Iterable[int] = (),
+    max_moves: int | None = None,
+    max_evictions: int = 0,
+) -> list[BlockMove]:
+    """Gather what is free into runs of `run_length`, with fewer moves than a pack takes.
+
+        before   U . . .  U U . U  U U U .  U U . U      windows of 4 ids
+        after    . . . .  U U . U  U U U U  U U . U      the emptiest made way into the fullest
+
+    The windows are those at multiples of `run_length`. Those with least in use are cleared, as many as bring
+    the unusable share of the free blocks down to `goal`; what was there goes into the empty slots of those
+    with most in use. Tables stay as whole as they are elsewhere.
+
+    Args:
+        goal: `fragmentation.get_unusable_share` to come down to, 0 to 1.
+        pinned: ids that are neither read nor written.
+        spared: ids of cached blocks that are not overwritten.
+        max_moves: plan no more than this many; planning again goes on where this one ends.
+        max_evictions: cached blocks that may be overwritten where too little is empty: of those in the full
+            windows the ones used longest ago, as far as ages tell.
+    Returns:
+        The moves, which may be made in any order; [] when the goal is reached, or nothing can move. Windows
+        of the null block and of pinned ones are never cleared: with few windows, or many pins, the goal may
+        be out of reach.
+    Raises:
+        InvalidArgumentError: `run_length` is below 1.
+    Cost: O(number of blocks), in NumPy.
+    """
+    import numpy as np
+
+    if run_length < 1:
+        raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
+    if pool.get_fragmentation_rate(run_length) <= goal:
+        return []
+    blocks = _Map(pool, pinned)
+    num_windows = -(-len(blocks.free) // run_length)
+
+    def cut(where: "NDArray[np.bool_]", beyond: bool) -> "NDArray[np.bool_]":
+        """(num_windows, run_length); `beyond`: what holds past the last block."""
+        padded = np.full(num_windows * run_length, beyond)
+        padded[: len(where)] = where
+        return padded.reshape(num_windows, run_length)
+
+    movable = cut(blocks.movable, False)
+    num_used = movable.sum(axis=1)
+    is_fixed = cut(blocks.fixed, True).any(axis=1)
+    num_free = int(blocks.free.sum())
+    num_wanted = min(math.ceil((1 - goal) * num_free / run_length), num_free // run_length)
+    num_wanted -= int(np.count_nonzero((num_used == 0) & ~is_fixed))
+    if num_wanted <= 0:
+        return []
+    emptiest_first = np.argsort(num_used, kind="stable")
+    clearable = emptiest_first[(num_used[emptiest_first] > 0) & ~is_fixed[emptiest_first]]
+    sources = clearable[:num_wanted]
+    is_kept = (num_used > 0) | is_fixed
+    is_kept[sources] = False
+    kept = emptiest_first[::-1][is_kept[emptiest_first[::-1]]]
+
+    def ids_in(windows: "NDArray[np.int64]", where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
+        rows, columns = np.nonzero(where[windows])
+        found: NDArray[np.int64] = windows[rows] * run_length + columns
+        return found
+
+    source_ids = ids_in(sources, movable)[:max_moves]
+    target_ids = ids_in(kept, cut(blocks.empty, False))
+    if len(target_ids) < len(source_ids) and max_evictions > 0:
+        cached = blocks.cached.copy()
+        cached[[*pool.get_watched_ids(), *spared]] = False
+        cached_ids = ids_in(kept, cut(cached, False))
+        ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8)[cached_ids]
+        oldest = cached_ids[np.argsort(ages, kind="stable")][:max_evictions]
+        target_ids = np.concatenate((target_ids, oldest))
+    return _pair(source_ids.tolist(), target_ids.tolist())
 
 
 def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> RunClearance | None:

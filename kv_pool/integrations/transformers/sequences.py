@@ -174,12 +174,15 @@ class PagedSequences:
         request.num_computed_tokens = num_tokens
         return has_moved
 
-    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
-        """Bring the blocks in use to the lowest ids, with their K and V. Not while the model runs.
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
+        """Bring the blocks in use together, with their K and V. Not while the model runs.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty.
             max_moves: stop after so many; the next call goes on from there.
+            goal: the fragmentation rate to come down to with few moves; None: to the lowest ids with them.
         Returns:
             How many blocks changed their id. What a request has cached is cached, and found, as before.
         Raises:
@@ -187,13 +190,26 @@ class PagedSequences:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         pool = self._get_run_pool()
-        relocations = compaction.pack(
-            pool,
-            self.storage.apply_moves,
-            pinned=list(pool.get_watched_ids()),
-            max_moves=max_moves,
-            max_evictions=max_evictions,
-        )
+        pinned = list(pool.get_watched_ids())
+        if goal is None:
+            relocations = compaction.pack(
+                pool,
+                self.storage.apply_moves,
+                pinned=pinned,
+                max_moves=max_moves,
+                max_evictions=max_evictions,
+            )
+        else:
+            relocations = [
+                compaction.gather(
+                    pool,
+                    self.storage.apply_moves,
+                    goal=goal,
+                    pinned=pinned,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                )
+            ]
         return sum(len(relocation.moves) for relocation in relocations)
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:

@@ -134,9 +134,9 @@ class RandomEngine:
         self.tally["packed"] += sequences.defragment(max_evictions, max_moves)
         spoil_empty(sequences)
 
-    def pack_if_fragmented(self):
+    def gather(self):
         """As an engine does between two steps, a few blocks at a time."""
-        self.tally["packed by threshold"] += self.rng.choice(self.defragmenters).step()
+        self.tally["gathered"] += self.rng.choice(self.defragmenters).step()
 
     def take_run(self):
         """A run for somebody else, who writes into it and gives it back."""
@@ -162,7 +162,7 @@ def test_every_token_equals_the_dense_run(seed, attention, devices):
     engine = RandomEngine(seed, devices, attention)
     actions = [engine.submit, engine.admit, engine.admit, engine.step, engine.step, engine.step]
     actions += [engine.preempt, engine.fork, engine.migrate, engine.evict, engine.scatter]
-    actions += [engine.pack, engine.pack_if_fragmented, engine.take_run]
+    actions += [engine.pack, engine.gather, engine.take_run]
     for _ in range(8):
         engine.submit()
     for _ in range(NUM_ACTIONS):
@@ -188,7 +188,7 @@ def test_every_token_equals_the_dense_run(seed, attention, devices):
         "migrated",
         "scattered",
         "packed",
-        "packed by threshold",
+        "gathered",
         "evicted",
     }
     assert num_tokens > 200
