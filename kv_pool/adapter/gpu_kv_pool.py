@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from time import perf_counter_ns
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.pins import Pins
@@ -18,6 +18,7 @@ from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -28,7 +29,7 @@ from kv_pool.errors import (
     UnknownDeviceError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockMove
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -37,6 +38,7 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
+    Contiguity,
     KVPoolProtocol,
     MigrationResult,
 )
@@ -55,6 +57,18 @@ class _Sequence:
         self.priority = priority
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """What a pool reads of a request, where hashes are all that is known of it."""
+
+    block_hashes: Sequence[BlockHash] = ()
+    all_token_ids: list[int] = field(default_factory=list)
+    lora_request: Any = None
+    mm_features: None = None
+    cache_salt: None = None
+    session_id: None = None
 
 
 class GPUKVPool(KVPoolProtocol):
@@ -86,15 +100,16 @@ class GPUKVPool(KVPoolProtocol):
             locked: take note, do not wait for another thread.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken; locked,
             too. Without it ids change in `defragment` only.
-        migration_hook: called with the request that is about to be refused, and how many blocks it lacks;
-            the pool is not locked. It may free or migrate blocks; the request is tried once more.
+        migration_hook: called with the request that is about to be refused, and how many blocks it lacks (in
+            `allocate_many`, how many the batch lacks); the pool is not locked. It may free or migrate blocks;
+            then the request, or the batch, is tried once more.
         run_length: what `get_fragmentation_rate` is about.
         enable_caching: freed blocks keep their hashes until they are taken.
         clock: seconds, for `last_access_time` and the times in results.
 
     Attributes:
         block_pool: the pool underneath, for its events, its prefix cache and its invariants. Blocks that are
-            taken there are nobody's here. Calls on it are not locked.
+            taken there are nobody's here, and never move. Calls on it are not locked.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -158,6 +173,7 @@ class GPUKVPool(KVPoolProtocol):
         self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
+        self._together: frozenset[int] = frozenset()  # the sequences of the batch that is being served
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -216,24 +232,30 @@ class GPUKVPool(KVPoolProtocol):
         )
 
     def allocate_many(self, requests: Sequence[BlockAllocationRequest]) -> list[list[int]]:
-        """As `allocate` for each request in turn, all or none.
+        """As `allocate` for each request in turn, all or none. No sequence among them is evicted for another.
+
+        The migration hook is called with the first request that does not fit, and how many blocks all of them
+        lack together; then all are tried once more.
 
         Raises:
             As `allocate`: all blocks are given back, those of requests before the one at fault as well; what
             was evicted or moved for those stays so.
         """
-        done: list[tuple[BlockAllocationRequest, list[KVCacheBlock]]] = []
-        with self._lock:
-            try:
-                for request in requests:
-                    done.append((request, self._allocate_locked(request)))
-            except BaseException:
-                for request, blocks in reversed(done):
-                    if request.pinned:
-                        self._pins.unpin(blocks)
-                    self._drop([(self._sequences[request.sequence_id], block) for block in blocks])
+        for request in requests:
+            check_request(request)
+        done: list[list[KVCacheBlock]] = []
+        try:
+            with self._lock:
+                return self._allocate_all(requests, done)
+        except PoolExhaustedError:
+            num_blocks = sum(request.num_blocks for request in requests)
+            if self._migration_hook is None or num_blocks > self.total_blocks:
                 raise
-            return [[block.block_id for block in blocks] for _, blocks in done]
+            refused = requests[len(done)]
+            num_missing = num_blocks - self._count_available(refused.priority)
+        self._migration_hook(refused, max(0, num_missing))
+        with self._lock:
+            return self._allocate_all(requests, [], ["the migration hook"])
 
     def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> list[int]:
         """Let a new sequence share the first `num_blocks` blocks of another one; None for all.
@@ -268,7 +290,9 @@ class GPUKVPool(KVPoolProtocol):
     def cache_prefix(self, sequence_id: int, block_hashes: Sequence[BlockHash]) -> None:
         """Make the first `len(block_hashes)` blocks of a sequence findable by these hashes, head first.
 
-        Blocks that are cached already keep the hashes that they have.
+        Blocks that are cached already keep the hashes that they have. Events name no tokens: the pool knows
+        none.
+
         Raises:
             UnknownSequenceError: it holds nothing.
             InvalidArgumentError: it has fewer blocks. In both cases nothing has changed.
@@ -282,9 +306,10 @@ class GPUKVPool(KVPoolProtocol):
             num_cached = 0
             while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
                 num_cached += 1
-            request = SimpleNamespace(block_hashes=block_hashes)
+            # A block may be cached behind one that is not: one that migrated here, say.
+            is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
             self.block_pool.cache_full_blocks(
-                request, blocks, num_cached, len(block_hashes), self.block_size, 0
+                _Prefix(block_hashes), blocks, num_cached, len(block_hashes), self.block_size, 0, is_bare
             )
 
     def claim_prefix(
@@ -486,8 +511,9 @@ class GPUKVPool(KVPoolProtocol):
     def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
         """Bring blocks in use to the lowest ids. Ids of sequences change: see `on_moved`, `blocks_of`.
 
-        Pinned blocks stay. Sequences, references, hashes and the order of eviction are what they were. To do
-        so by threshold, or a little at each step of an engine, see `Defragmenter`.
+        Pinned blocks stay, and so does what is in flight: taken from `block_pool` by somebody else, or waited
+        for there until it is reused. Sequences, references, hashes and the order of eviction are what they
+        were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
@@ -499,7 +525,7 @@ class GPUKVPool(KVPoolProtocol):
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         with self._lock:
-            return self._placement.pack(self._pins.list_ids(), max_moves, max_evictions)
+            return self._placement.pack(self._list_fixed(), max_moves, max_evictions)
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
@@ -520,7 +546,8 @@ class GPUKVPool(KVPoolProtocol):
         """Move blocks with their bytes to a connected pool; their sequences hold them there.
 
         Each block goes with the sequence that has held it longest, at the end of what that has there; others
-        that share it keep it here. Hashes stay here, with the old block, which can still be hit.
+        that share it keep it here. What could be hit here can be hit there, too, if that pool caches; the old
+        block keeps its hashes as long as it is not taken again.
 
         Returns:
             The ids there, in the same order.
@@ -577,6 +604,12 @@ class GPUKVPool(KVPoolProtocol):
                 if there is None:
                     there = _Sequence(sequence.sequence_id, sequence.priority, target._clock())
                 target._hold(there, [new])
+            if target.block_pool.enable_caching:
+                parents = find_parents(drops)
+                for block, new in zip(blocks, taken, strict=True):
+                    if block.block_hash is not None:
+                        others = self.block_pool.cached_block_hashes_by_block.get(block.block_id, ())
+                        target._learn_keys(new, [block.block_hash, *others], block, parents[block])
             self._drop(drops)
             return [block.block_id for block in taken]
 
@@ -607,6 +640,32 @@ class GPUKVPool(KVPoolProtocol):
         self._migration_hook(request, max(0, num_missing))
         with self._lock:
             return self._allocate_locked(request, ["the migration hook"])
+
+    def _allocate_all(
+        self,
+        requests: Sequence[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        tried: Sequence[str] = (),
+    ) -> list[list[int]]:
+        """Take the blocks of all requests, or of none.
+
+        Args:
+            done: empty; gets the blocks of each request that was served, also where a later one is not.
+        """
+        self._together = frozenset(request.sequence_id for request in requests)
+        try:
+            for request in requests:
+                done.append(self._allocate_locked(request, tried))
+        except BaseException:
+            for request, blocks in reversed(list(zip(requests, done, strict=False))):
+                if request.pinned:
+                    self._pins.unpin(blocks)
+                self._drop([(self._sequences[request.sequence_id], block) for block in blocks])
+            raise
+        finally:
+            self._together = frozenset()
+        # Now, since a later request may have moved the blocks of one before.
+        return [[block.block_id for block in blocks] for blocks in done]
 
     def _allocate_locked(
         self, request: BlockAllocationRequest, tried: Sequence[str] = ()
@@ -653,7 +712,7 @@ class GPUKVPool(KVPoolProtocol):
         taken = placement.take_run(num_blocks, after, contiguous)
         if taken is None and placement.may_move:
             max_moves = num_blocks if request.max_moves is None else request.max_moves
-            taken = placement.make_run(num_blocks, max_moves, self._pins.list_ids())
+            taken = placement.make_run(num_blocks, max_moves, self._list_fixed(), "prefer")
         return placement.take_any(num_blocks, after) if taken is None else taken
 
     def _take_required(
@@ -663,14 +722,16 @@ class GPUKVPool(KVPoolProtocol):
         num_blocks = request.num_blocks
         placement = self._placement
         is_enough = num_blocks <= self._count_available(request.priority)
-        if not is_enough and request.max_moves is None and placement.may_clear(num_blocks, self._pins):
+        if (
+            not is_enough
+            and request.max_moves is None
+            and placement.may_clear(num_blocks, self._list_fixed())
+        ):
             # Enough blocks are all it takes: the rest moves out of the way.
             self._make_room(request, attempts)
             is_enough = True
         if is_enough:
-            taken = placement.take_run(num_blocks, after, "require")
-            if taken is None:
-                taken = placement.make_run(num_blocks, request.max_moves, self._pins.list_ids())
+            taken = self._take_run(request, after)
             if taken is not None:
                 return taken
             attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
@@ -679,6 +740,21 @@ class GPUKVPool(KVPoolProtocol):
         if taken is None:  # one search does not look at all of a large pool
             self._refuse(request, attempts)
         return taken
+
+    def _take_run(
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None
+    ) -> list[KVCacheBlock] | None:
+        """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
+        num_blocks = request.num_blocks
+        placement = self._placement
+        modes: tuple[Contiguity, ...] = ("prefer", "require") if placement.retention else ("require",)
+        for mode in modes:
+            taken = placement.take_run(num_blocks, after, mode)
+            if taken is None:
+                taken = placement.make_run(num_blocks, request.max_moves, self._list_fixed(), mode)
+            if taken is not None:
+                return taken
+        return None
 
     def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
         """Evict sequences until the request's blocks are there, or refuse it with nothing changed."""
@@ -731,6 +807,7 @@ class GPUKVPool(KVPoolProtocol):
             for sequence in self._sequences.values()
             if sequence.priority <= priority
             and sequence.sequence_id != sequence_id
+            and sequence.sequence_id not in self._together
             and not self._pins.is_any_pinned(sequence.blocks)
         ]
         allowed = {candidate.sequence_id for candidate in candidates}
@@ -857,6 +934,49 @@ class GPUKVPool(KVPoolProtocol):
                 raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
         return [(sequence, block) for block in blocks]
 
+    def _learn_keys(
+        self,
+        block: KVCacheBlock,
+        keys: Sequence[BlockHashWithGroupId],
+        original: KVCacheBlock,
+        parent: BlockHash | None,
+    ) -> None:
+        """Let a block be hit by what its original in another pool is hit by, and tell of it.
+
+        Args:
+            parent: what the block before is hit by; None for none, or where that is not known.
+        """
+        pool = self.block_pool
+        num_tokens = original.block_hash_num_tokens
+        start = max(0, (num_tokens or 0) - self.block_size)
+        for key in keys:
+            pool._insert_block_hash(key, block, num_tokens)
+            if pool.enable_kv_cache_events:
+                pool.kv_event_queue.append(
+                    pool._make_stored(
+                        _Prefix(),
+                        [get_block_hash(key)],
+                        parent if start else None,
+                        start,
+                        self.block_size,
+                        get_group_id(key),
+                    )
+                )
+
+    def _list_fixed(self) -> list[int]:
+        """Ids of blocks that stay where they are: pinned, or in flight.
+
+        In flight is what somebody took from `block_pool`, and what is waited for there: it may be read or
+        written at the id it had. O(pinned + waited for), and O(blocks of the pool) where any was taken.
+        """
+        pool = self.block_pool
+        fixed = [*self._pins.list_ids(), *pool.get_watched_ids()]
+        if self.total_blocks - pool.free_block_queue.num_free_blocks > len(self._holders):
+            fixed += [
+                block.block_id for block in pool.blocks[1:] if block.ref_cnt and block not in self._holders
+            ]
+        return fixed
+
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self._storage is not None:
             self._storage.apply_moves(moves)
@@ -867,6 +987,17 @@ class GPUKVPool(KVPoolProtocol):
 def is_run(block_ids: Sequence[int]) -> bool:
     """Are these consecutive, lowest first? One is, none are not."""
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
+
+
+def find_parents(drops: Sequence[tuple[_Sequence, KVCacheBlock]]) -> dict[KVCacheBlock, BlockHash | None]:
+    """By block the hash of the one before it in its sequence; None for the first, or if that one has none."""
+    parents: dict[KVCacheBlock, BlockHash | None] = {}
+    for sequence in dict.fromkeys(sequence for sequence, _ in drops):
+        parent = None
+        for block in sequence.blocks:
+            parents[block] = parent
+            parent = None if block.block_hash is None else get_block_hash(block.block_hash)
+    return {block: parents[block] for _, block in drops}
 
 
 def count_freed(sequence: _Sequence, left: dict[KVCacheBlock, int]) -> list[KVCacheBlock]:
