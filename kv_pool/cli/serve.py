@@ -1,12 +1,11 @@
 """`kv-pool serve`: a pool under a live replay, to be asked from a second terminal."""
 
+import os
+import select
 import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -90,38 +89,32 @@ def serve(
     given = {name: value for name, value in locals().items() if name != "config"}
     settings = read_settings(config, given)
     replay = LiveReplay(settings)
-    with _stopped_by_signals(), ControlServer(replay.pool, settings.socket) as server:
+    asked_to_end = _catch_signals()
+    with ControlServer(replay.pool, settings.socket) as server:
         where = "" if settings.socket is None else f" --socket {server.path}"
         print(
             f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
             f"{server.path}; in a second terminal: kv-pool stats{where}",
             flush=True,
         )
-        _run(replay, settings.duration)
+        _run(replay, settings.duration, asked_to_end)
 
 
-def _run(replay: LiveReplay, duration: float | None) -> None:
-    """Let it run, and show how it does."""
+def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:
+    """Let it run until its time is over or the pipe can be read; show how it does. Raises what ended it."""
     stop = Event()
     console = Console(stderr=True)
     with ThreadPoolExecutor(1) as executor, console.status("", refresh_per_second=4) as status:
         done = executor.submit(replay.run, stop)
         try:
-            while duration is None or replay.get_progress().seconds < duration:
-                if _is_done(done):
+            while not done.done() and (duration is None or replay.get_progress().seconds < duration):
+                if select.select([asked_to_end], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
                     break
                 if sys.stderr.isatty():
                     status.update(_describe(replay))
         finally:
             stop.set()
-
-
-def _is_done(done: "Future[None]") -> bool:
-    """Wait a little; raises what ended it."""
-    with suppress(TimeoutError):
-        done.result(timeout=_SECONDS_BETWEEN_LOOKS)
-        return True
-    return False
+        done.result()
 
 
 def _describe(replay: LiveReplay) -> str:
@@ -135,17 +128,12 @@ def _describe(replay: LiveReplay) -> str:
     )
 
 
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal end what is inside, once; its tidying up is not interrupted."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def _catch_signals() -> int:
+    """A pipe that can be read once Ctrl-C, SIGTERM or a closed terminal has asked to end.
 
-    def end(number: int, frame: FrameType | None) -> None:
-        for other in signals:
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for ending in signals:
-        signal.signal(ending, end)
-    with suppress(KeyboardInterrupt):
-        yield
+    Nothing is interrupted by them: a thread that is just being started, or stopped, would be left behind.
+    """
+    readable, writable = os.pipe()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(writable, b"."))
+    return readable

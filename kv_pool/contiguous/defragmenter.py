@@ -13,7 +13,7 @@ class Defragmentable(Protocol):
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
     ) -> int:
-        """Move `max_moves` blocks at most, until the rate is `goal`; how many, 0 when nothing is left to do."""
+        """Move blocks, `max_moves` at most, until the rate is `goal`; how many, 0 when nothing is left."""
 
     def get_fragmentation_rate(self) -> float:
         """Share of the free blocks that cannot serve a run, 0 to 1."""

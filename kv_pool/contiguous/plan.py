@@ -153,7 +153,7 @@ def plan_gather(
 
     movable = cut(blocks.movable, False)
     num_used = movable.sum(axis=1)
-    is_fixed = cut(blocks.fixed, True).any(axis=1)
+    is_fixed: NDArray[np.bool_] = np.any(cut(blocks.fixed, True), axis=1)
     num_free = int(blocks.free.sum())
     num_wanted = min(math.ceil((1 - goal) * num_free / run_length), num_free // run_length)
     num_wanted -= int(np.count_nonzero((num_used == 0) & ~is_fixed))

@@ -50,7 +50,7 @@ def test_compaction_over_the_socket_moves_blocks_and_says_what_it_gave(path):
     assert draw(pool) == "1.2.3.4.5."
     with ControlServer(pool, path), ControlClient(path) as client:
         report = client.defragment()
-    assert draw(pool) in ("12345.....", "14253.....")
+    assert sorted(draw(pool)[:5]) == ["1", "2", "3", "4", "5"]
     assert report.moved_blocks == pool.get_statistics().moved_blocks == 2
     assert (report.fragmentation_rate_before, report.fragmentation_rate_after) == (1.0, 0.0)
     assert report.run_length == 5
