@@ -5,12 +5,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.placement import Placement
 from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
+from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
@@ -25,6 +30,7 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockMove
+from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
     NORMAL,
@@ -159,6 +165,15 @@ class GPUKVPool(KVPoolProtocol):
         self._retention = self._placement.retention
         self._peers: dict[int, GPUKVPool] = {}
         self._together: frozenset[int] = frozenset()  # the sequences of the batch that is being served
+        self._allocation_latency = LatencyWindow()
+        self._freeing_latency = LatencyWindow()
+        # Bound here, and written out where they are called: a short call feels each step in between.
+        self._number_allocation = self._allocation_latency.number_call
+        self._number_freeing = self._freeing_latency.number_call
+        self._num_moved_blocks = 0
+        self._num_evicted_sequences = 0
+        self._num_looked_up_blocks = 0
+        self._num_hit_blocks = 0
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -181,7 +196,13 @@ class GPUKVPool(KVPoolProtocol):
             Whatever `on_evicted` raises: sequences it was told of before are evicted.
         Cost: O(num_blocks), under pressure O(blocks of the pool).
         """
-        return [block.block_id for block in self._allocate(request)]
+        if self._number_allocation() % TIMED_EVERY:
+            return [block.block_id for block in self._allocate(request)]
+        started_ns = perf_counter_ns()
+        try:
+            return [block.block_id for block in self._allocate(request)]
+        finally:
+            self._allocation_latency.note(perf_counter_ns() - started_ns)
 
     def try_allocate(self, request: BlockAllocationRequest) -> AllocationResult:
         """As `allocate`, with a refusal as a result instead of an error.
@@ -307,6 +328,8 @@ class GPUKVPool(KVPoolProtocol):
             check_sequence_id(sequence_id)
             check_priority(priority)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
+            self._num_looked_up_blocks += len(block_hashes)
+            self._num_hit_blocks += len(hits)
             if hits:
                 self.block_pool.touch(hits)
                 self._retention.note_taken(hits)
@@ -324,8 +347,13 @@ class GPUKVPool(KVPoolProtocol):
             PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
         Cost: O(len(block_ids)).
         """
-        with self._lock:
-            self._drop(self._find_holders(block_ids, sequence_id))
+        started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
+        try:
+            with self._lock:
+                self._drop(self._find_holders(block_ids, sequence_id))
+        finally:
+            if started_ns:
+                self._freeing_latency.note(perf_counter_ns() - started_ns)
 
     def free_many(self, batches: Sequence[Sequence[int]]) -> None:
         """As `free` of all blocks of all batches, all or none; none is listed twice."""
@@ -340,11 +368,16 @@ class GPUKVPool(KVPoolProtocol):
             UnknownSequenceError: it holds nothing: freed twice, or evicted.
             PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
         """
-        with self._lock:
-            sequence = self._find_sequence(sequence_id)
-            num_free = self.block_pool.get_num_free_blocks()
-            self._drop([(sequence, block) for block in sequence.blocks])
-            return self.block_pool.get_num_free_blocks() - num_free
+        started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
+        try:
+            with self._lock:
+                sequence = self._find_sequence(sequence_id)
+                num_free = self.block_pool.get_num_free_blocks()
+                self._drop([(sequence, block) for block in sequence.blocks])
+                return self.block_pool.get_num_free_blocks() - num_free
+        finally:
+            if started_ns:
+                self._freeing_latency.note(perf_counter_ns() - started_ns)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Take their blocks from as few sequences as free `num_blocks` more, in the order of the policy.
@@ -425,6 +458,49 @@ class GPUKVPool(KVPoolProtocol):
         """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks)."""
         with self._lock:
             return self.block_pool.get_fragmentation_rate(self.run_length)
+
+    def get_statistics(self) -> PoolStatistics:
+        """Counts, shares and times: what fills the pool, how scattered it is, what its calls cost.
+
+        The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
+        """
+        with self._lock:
+            free_blocks = self.block_pool.get_num_free_blocks()
+            used_blocks = self.total_blocks - free_blocks
+            ages = self.block_pool.run_index.ages
+            run_lengths = self.block_pool.list_free_runs()
+            return PoolStatistics(
+                total_blocks=self.total_blocks,
+                used_blocks=used_blocks,
+                free_blocks=free_blocks,
+                cached_free_blocks=len(ages) - ages.count(IN_USE) - ages.count(EMPTY),
+                pinned_blocks=len(self._pins),
+                reserved_blocks=self.reserved_blocks,
+                num_sequences=len(self._sequences),
+                block_size=self.block_size,
+                utilization=used_blocks / self.total_blocks,
+                fragmentation_rate=fragmentation.get_unusable_share(run_lengths, self.run_length),
+                run_length=self.run_length,
+                largest_free_run=max(run_lengths, default=0),
+                largest_run_loss=fragmentation.get_largest_run_loss(run_lengths),
+                epoch=self.block_pool.epoch,
+                moved_blocks=self._num_moved_blocks,
+                evicted_sequences=self._num_evicted_sequences,
+                evicted_blocks=self.block_pool.num_evictions,
+                looked_up_blocks=self._num_looked_up_blocks,
+                hit_blocks=self._num_hit_blocks,
+                allocation=self._allocation_latency.summarize(),
+                freeing=self._freeing_latency.summarize(),
+            )
+
+    def get_layout(self) -> PoolLayout:
+        """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
+        with self._lock:
+            states = read_states(self.block_pool, self._pins.list_ids())
+            tables = [sequence.blocks for sequence in self._sequences.values()]
+            joins, holders = read_tables(len(states), tables)
+            epoch = self.block_pool.epoch
+        return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -760,6 +836,7 @@ class GPUKVPool(KVPoolProtocol):
             if self._on_evicted is not None:
                 self._on_evicted(sequence.sequence_id, [block.block_id for block in sequence.blocks])
             self._drop([(sequence, block) for block in sequence.blocks])
+            self._num_evicted_sequences += 1
         return [sequence.sequence_id for sequence in victims]
 
     def _hold(self, sequence: _Sequence, blocks: list[KVCacheBlock]) -> None:
@@ -903,6 +980,8 @@ class GPUKVPool(KVPoolProtocol):
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self._storage is not None:
             self._storage.apply_moves(moves)
+        # The ids are exchanged next, which does not fail.
+        self._num_moved_blocks += len(moves)
 
 
 def is_run(block_ids: Sequence[int]) -> bool:

@@ -91,11 +91,13 @@ def plan_pack(
     targets = np.flatnonzero(blocks.empty[:bar])
     in_the_way = np.flatnonzero(blocks.cached[:bar])
     shelters = (np.flatnonzero(blocks.empty[bar:]) + bar)[::-1]
-    num_direct = min(len(sources), len(targets))
-    num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters))
+    num_moves = pool.num_gpu_blocks if max_moves is None else max_moves
+    num_direct = min(len(sources), len(targets), num_moves)
+    num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters), num_moves - num_direct)
+    # Each kind by ascending id: what lies side by side goes side by side wherever the room does.
     return _pair(
-        np.concatenate((sources[:num_direct], in_the_way[:num_in_the_way]))[:max_moves].tolist(),
-        np.concatenate((targets[:num_direct], shelters[:num_in_the_way]))[:max_moves].tolist(),
+        np.concatenate((sources[:num_direct][::-1], in_the_way[:num_in_the_way])).tolist(),
+        np.concatenate((targets[:num_direct], shelters[:num_in_the_way][::-1])).tolist(),
     )
 
 

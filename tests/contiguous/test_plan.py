@@ -40,7 +40,12 @@ def test_a_packed_pool_needs_no_moves():
 
 def test_blocks_in_use_go_from_the_highest_ids_to_the_lowest_empty_ones():
     pool = make_run_pool("free: 1 3 5 | in use: 2 4 6 7")
-    assert plan_pack(pool) == [(7, 1), (6, 3)]
+    assert plan_pack(pool) == [(6, 1), (7, 3)]
+
+
+def test_blocks_that_lie_side_by_side_go_side_by_side():
+    pool = make_run_pool("free: 1 2 4 5 6 | in use: 3 7 8 9 10")
+    assert plan_pack(pool) == [(7, 1), (8, 2), (9, 4), (10, 5)]
 
 
 def test_cached_blocks_give_way_first_and_their_place_is_taken_next():
@@ -78,7 +83,7 @@ def test_content_that_somebody_waits_for_is_not_overwritten():
 
 def test_a_plan_can_be_bounded():
     pool = make_run_pool("free: 1 2 3 | in use: 4 5 6")
-    assert plan_pack(pool, max_moves=2) == [(6, 1), (5, 2)]
+    assert plan_pack(pool, max_moves=2) == [(5, 1), (6, 2)]
 
 
 @pytest.mark.parametrize("seed", range(12))
