@@ -164,7 +164,6 @@ class GPUKVPool(KVPoolProtocol):
         self._placement = Placement(self.block_pool, self._copy_moves, on_moved)
         self._retention = self._placement.retention
         self._peers: dict[int, GPUKVPool] = {}
-        self._together: frozenset[int] = frozenset()  # the sequences of the batch that is being served
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
         # Bound here, and written out where they are called: a short call feels each step in between.
@@ -174,6 +173,7 @@ class GPUKVPool(KVPoolProtocol):
         self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
+        self._together: frozenset[int] = frozenset()  # the sequences of the batch that is being served
 
     # ---- taking ----------------------------------------------------------------------------------
 
