@@ -216,7 +216,8 @@ class PagedSequences:
         """Take blocks with consecutive ids, as for a transfer; requests make way with their K and V.
 
         Returns:
-            Blocks of the manager's pool, to be given back there; None where no run can be made.
+            Blocks of the manager's pool, to be given back there; None where no run can be made. A later
+            `defragment` moves them, too: do not keep their ids.
         Raises:
             InvalidArgumentError: the pool is no `RunBlockPool`.
             OutOfBlocksError: fewer blocks are free. In both cases nothing has changed.
