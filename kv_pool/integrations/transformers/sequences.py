@@ -204,6 +204,7 @@ class PagedSequences:
                 compaction.gather(
                     pool,
                     self.storage.apply_moves,
+                    run_length=self.run_length,
                     goal=goal,
                     pinned=pinned,
                     max_moves=max_moves,
