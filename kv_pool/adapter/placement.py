@@ -158,6 +158,7 @@ class Placement:
             self._pool,
             self._copy,
             pinned=pinned,
+            spared=self.retention.list_ids(),
             max_moves=max_moves,
             max_evictions=max_evictions,
             on_moved=self._on_moved,

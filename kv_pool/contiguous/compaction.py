@@ -88,6 +88,7 @@ def pack(
     copy: CopyBlocks,
     *,
     pinned: Collection[int] = (),
+    spared: Collection[int] = (),
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
@@ -95,6 +96,8 @@ def pack(
     """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
 
     Args:
+        spared: ids of cached blocks that are not overwritten in the first round, which is the only one to
+            overwrite any.
         max_moves: of all rounds together; the next call goes on from there.
         max_evictions: of cached blocks, in the first round, where too little is empty.
         on_moved: called after each round: remap tables there.
@@ -103,7 +106,9 @@ def pack(
     """
     relocations: list[Relocation] = []
     for _ in range(_MAX_ROUNDS):
-        moves = plan.plan_pack(pool, pinned=pinned, max_moves=max_moves, max_evictions=max_evictions)
+        moves = plan.plan_pack(
+            pool, pinned=pinned, spared=spared, max_moves=max_moves, max_evictions=max_evictions
+        )
         if not moves:
             break
         max_evictions = 0

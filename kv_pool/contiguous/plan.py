@@ -61,7 +61,12 @@ class _Map:
 
 
 def plan_pack(
-    pool: RunBlockPool, *, pinned: Iterable[int] = (), max_moves: int | None = None, max_evictions: int = 0
+    pool: RunBlockPool,
+    *,
+    pinned: Iterable[int] = (),
+    spared: Iterable[int] = (),
+    max_moves: int | None = None,
+    max_evictions: int = 0,
 ) -> list[BlockMove]:
     """One round of moves that brings the blocks in use to the lowest ids, with nothing evicted.
 
@@ -71,6 +76,7 @@ def plan_pack(
 
     Args:
         pinned: ids that are neither read nor written.
+        spared: ids of cached blocks that are not overwritten.
         max_moves: plan no more than this many; the highest ids go first.
         max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
             is empty. With a full cache and 0 nothing can move.
@@ -84,7 +90,7 @@ def plan_pack(
     import numpy as np
 
     blocks = _Map(pool, pinned)
-    _give_up(pool, blocks, max_evictions)
+    _give_up(pool, blocks, max_evictions, frozenset(spared))
     # The bar: below it there are just as many places that are not fixed as there are blocks in use.
     num_in_use = int(np.count_nonzero(blocks.movable))
     bar = int(np.flatnonzero(~blocks.fixed)[num_in_use - 1]) + 1 if num_in_use else 0
@@ -286,8 +292,9 @@ def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:
             yield block.block_id
 
 
-def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> None:
-    """Count the next `num_blocks` cached blocks in eviction order as empty."""
-    for block_id in islice(_list_evictable(pool, blocks), num_blocks):
+def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int, spared: frozenset[int]) -> None:
+    """Count the next `num_blocks` cached blocks in eviction order, but for those, as empty."""
+    evictable = (block_id for block_id in _list_evictable(pool, blocks) if block_id not in spared)
+    for block_id in islice(evictable, num_blocks):
         blocks.empty[block_id] = True
         blocks.cached[block_id] = False

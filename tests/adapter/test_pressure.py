@@ -254,6 +254,21 @@ def test_a_required_run_takes_what_high_priority_left_only_when_there_is_no_othe
     check(pool)
 
 
+@pytest.mark.parametrize("goal", [None, 0.0], ids=["packed", "gathered"])
+def test_compaction_overwrites_nothing_that_high_priority_left(goal):
+    """1 . 3 . 5 . 7 . 9 .  in use; what is between them is cached, that of high priority used longest ago."""
+    pool = make(run_length=2)
+    for sequence_id in range(1, 11):
+        take(pool, sequence_id, 1, priority=1 if sequence_id in (2, 4) else 0)
+        pool.cache_prefix(sequence_id, [hash_of(sequence_id)])
+    for sequence_id in range(2, 11, 2):
+        pool.free_sequence(sequence_id)
+    assert pool.defragment(max_evictions=3, goal=goal) > 0
+    assert set(find(pool, range(1, 11))) >= {1, 2, 3, 4, 5, 7, 9}
+    assert len(find(pool, range(1, 11))) < 10
+    check(pool)
+
+
 @pytest.mark.parametrize("contiguous", ["prefer", "require"])
 def test_a_run_is_made_without_losing_what_high_priority_left(contiguous):
     pool = make(on_moved=lambda relocation: None, storage=make_storage())
