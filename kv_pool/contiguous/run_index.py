@@ -24,6 +24,7 @@ _MAX_GENERATIONS: Final = 4_096
 _MIN_PIECE: Final = 8
 # Bounds of one search, in bytes; see benchmarks/bench_runs.py for what they cost and find.
 _MAX_SWEEP: Final = 4_096
+_SWEEP_WINDOW: Final = 128
 _MAX_SCAN: Final = 65_536
 _MAX_SCANS: Final = 2
 _MAX_PLACES: Final = 16
@@ -42,25 +43,28 @@ class FreeRunIndex:
     Derived from the free queue, which owns freeness: `rebuild` makes it anew. It is told of every change by
     `RunBlockPool`, in batches, since a run is one store whatever its length.
 
+    Attributes:
+        is_stale: it was found to be wrong, and has to be rebuilt before it is asked again.
+
     Args:
         early_share: `choose` takes none, but what is next, that is not among the first of so large a share of
             the free queue, as far as ages tell.
     """
 
     def __init__(self, num_blocks: int, early_share: float) -> None:
+        self.is_stale = False
         self._num_early: i64 = int(early_share * _GENERATIONS)
         self.ages: bytearray = bytearray(num_blocks)
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
         self._hand: i64 = 1  # where the next sweep or search begins
-        self._table_age: i64 = -1
-        self._table: bytes = _ANY_AGE
 
     # ---- being told ------------------------------------------------------------------------------
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
         """Learn the free blocks anew, in eviction order; the ages follow from the order. O(num_blocks)."""
+        self.is_stale = False
         self.ages = bytearray(num_blocks)
         self._set_width(len(free))
         self._num_in_generation = 0
@@ -223,13 +227,12 @@ class FreeRunIndex:
         need: i64 = num_blocks
         first: i64 = next_id
         if 0 < first < len(ages):
-            age: i64 = ages[first]
-            if age != IN_USE and age <= max_age:
-                end: i64 = first + 1
-                if need > 1:
-                    window = ages[first : first + need].translate(self._table_for(max_age))
-                    length: i64 = window.find(IN_USE)
-                    end = first + (len(window) if length < 0 else length)
+            data = bytes(ages[first : first + need])
+            end: i64 = 0
+            while end < len(data) and data[end] != IN_USE and data[end] <= max_age:
+                end += 1
+            if end > 0:
+                end += first
                 chosen.extend(blocks[first:end])
                 self._store(first, end, IN_USE)
                 need -= end - first
@@ -271,7 +274,7 @@ class FreeRunIndex:
         """
         ages = self.ages
         num_all: i64 = len(ages)
-        table = self._table_for(max_age)
+        oldest: i64 = max_age
         pieces: list[int] = []
         need: i64 = num_blocks
         at = self._hand
@@ -279,27 +282,26 @@ class FreeRunIndex:
         while need > 0 and left > 0:
             if at >= num_all:
                 at = 1
-            size: i64 = min(max(2 * need, 64), left)
-            window = ages[at : at + size].translate(table)
-            shortest: i64 = min(need, _MIN_PIECE)
-            start: i64 = window.find(_ONES[shortest])
-            if start < 0:
-                step: i64 = len(window)
-                # A piece may begin in this window and end in the next one.
-                if at + step < num_all and step > shortest:
-                    step -= shortest - 1
-                at += step
-                left -= step
-                continue
-            end: i64 = window.find(0, start)
-            if end < 0:
-                end = len(window)
-            end = min(end, start + need)
-            pieces.append(at + start)
-            pieces.append(at + end)
-            need -= end - start
-            at += end
-            left -= end
+            data = bytes(ages[at : at + min(left, max(2 * need, _SWEEP_WINDOW))])
+            size: i64 = len(data)
+            position: i64 = 0
+            while need > 0 and position < size:
+                while position < size and (data[position] == IN_USE or data[position] > oldest):
+                    position += 1
+                start: i64 = position
+                end: i64 = min(size, start + need)
+                while position < end and data[position] != IN_USE and data[position] <= oldest:
+                    position += 1
+                length: i64 = position - start
+                if position == size and start > 0 and length < need and at + size < num_all:
+                    position = start  # it may go on in the next window
+                    break
+                if length > 0 and length >= min(need, _MIN_PIECE):
+                    pieces.append(at + start)
+                    pieces.append(at + position)
+                    need -= length
+            at += position
+            left -= position
         self._hand = at
         return pieces
 
@@ -374,13 +376,3 @@ class FreeRunIndex:
                     left += n - 1
         self._hand = best + n if best else at
         return best or None
-
-    def _table_for(self, max_age: i64) -> bytes:
-        """What translates an age to 1 if it is free and old enough, else to 0."""
-        if max_age != self._table_age:
-            self._table = bytes([0]) + bytes([1]) * max_age + bytes(255 - max_age)
-            self._table_age = max_age
-        return self._table
-
-
-_ONES: Final = [bytes([1]) * length for length in range(_MIN_PIECE + 1)]

@@ -7,7 +7,7 @@ from kv_pool.contiguous import fragmentation, run_calls
 from kv_pool.contiguous.run_index import FreeRunIndex
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError, OutOfBlocksError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError, OutOfBlocksError
 
 DEFAULT_EARLY_SHARE = 0.2
 DEFAULT_RUN_LENGTH = 16
@@ -57,9 +57,16 @@ class RunBlockPool(BlockPool):
         ages are known. What does not come in runs is taken in eviction order.
         """
         if self.early_share and isinstance(num_blocks, int) and num_blocks > 1:
-            taken = self._take_in_runs(num_blocks, 0)
-            if taken is not None:
-                return taken
+            index = self.run_index
+            try:
+                in_runs = run_calls.take_in_runs(self, index, 0, num_blocks)
+            except BaseException:
+                self.rebuild_index()
+                raise
+            if in_runs is not None:
+                return in_runs
+            if index.is_stale:
+                self.rebuild_index()
         taken = super().get_new_blocks(num_blocks)
         self.run_index.note_taken(taken, self._owner)
         return taken
@@ -70,9 +77,17 @@ class RunBlockPool(BlockPool):
         For a sequence that grows, or one that goes on after its cached prefix.
         """
         if self.early_share and isinstance(num_blocks, int) and num_blocks > 0:
-            taken = self._take_in_runs(num_blocks, block.block_id + 1)
+            # As above: another call costs a tenth of what taking a request's blocks does.
+            index = self.run_index
+            try:
+                taken = run_calls.take_in_runs(self, index, block.block_id + 1, num_blocks)
+            except BaseException:
+                self.rebuild_index()
+                raise
             if taken is not None:
                 return taken
+            if index.is_stale:
+                self.rebuild_index()
         return self.get_new_blocks(num_blocks)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
@@ -109,46 +124,20 @@ class RunBlockPool(BlockPool):
             return None
         taken = list(self.blocks[first : first + num_blocks])
         self.run_index.note_range_taken(first, first + num_blocks)
-        may_call_others = len(self._reuse_watchers) > 0
+        index = self.run_index
         try:
-            BlockPool.take_blocks(self, taken)
-        except BaseException as error:
-            self._recover(error, may_call_others)
-            return self.get_new_run(num_blocks)  # the index is right now, so that this ends
-        return taken
+            run_calls.take_chosen(self, index, taken)
+            was_right = not index.is_stale
+        finally:
+            if index.is_stale:
+                self.rebuild_index()
+        # The index is right now, so that this ends.
+        return taken if was_right else self.get_new_run(num_blocks)
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         listed = blocks if isinstance(blocks, list) else list(blocks)
         super().take_blocks(listed)
         self.run_index.note_taken(listed, self._owner)
-
-    def _take_in_runs(self, num_blocks: int, next_id: int) -> list[KVCacheBlock] | None:
-        """Take blocks from `next_id` on (0: from nowhere), then in pieces, then in eviction order.
-
-        None, with nothing changed: there are not so many blocks, or not all of them are ours.
-        """
-        queue = self.free_block_queue
-        if num_blocks > queue.num_free_blocks:
-            return None
-        may_call_others = len(self._reuse_watchers) > 0
-        try:
-            taken = run_calls.take_in_runs(self, self.run_index, next_id, num_blocks)
-        except BaseException as error:
-            self._recover(error, may_call_others)
-            return None
-        if taken is None:
-            self.rebuild_index()
-        return taken
-
-    def _recover(self, error: BaseException, may_call_others: bool) -> None:
-        """Make the index anew after taking blocks that it had been told of failed; all are back in the queue.
-
-        Returns if they were not all free: the index had not heard of something. Raises the error if it may
-        be another's, a watcher's for one.
-        """
-        self.rebuild_index()
-        if may_call_others or not isinstance(error, InvalidBlockError):
-            raise error
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         run_calls.touch(self, self.run_index, blocks)
