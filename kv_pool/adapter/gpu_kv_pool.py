@@ -94,7 +94,7 @@ class GPUKVPool(KVPoolProtocol):
             none, and nothing can be migrated.
         block_bytes: for `AllocationResult`, where there is no storage.
         reserved_blocks: free blocks that requests of priority 0 leave alone.
-        max_pinned_blocks: how many blocks may be pinned at once; None for all.
+        max_pinned_blocks: how many blocks may be pinned at once; None for all, however many they become.
         eviction_policy: which sequences lose their blocks to a request that finds too few; None for none.
         on_evicted: called with a sequence's id and its block ids before it loses them, while the pool is
             locked: take note, do not wait for another thread.
@@ -161,6 +161,7 @@ class GPUKVPool(KVPoolProtocol):
         self._holders: dict[KVCacheBlock, _Sequence] = {}
         self._later_holders: dict[KVCacheBlock, list[_Sequence]] = {}
         self._pins = Pins(total_blocks if max_pinned_blocks is None else max_pinned_blocks)
+        self._may_pin_all = max_pinned_blocks is None
         self._placement = Placement(self.block_pool, self._copy_moves, on_moved)
         self._retention = self._placement.retention
         self._peers: dict[int, GPUKVPool] = {}
@@ -535,6 +536,43 @@ class GPUKVPool(KVPoolProtocol):
                 return self._placement.pack(fixed, max_moves, max_evictions)
             return self._placement.gather(fixed, max_moves, max_evictions, self.run_length, goal)
 
+    def grow(self, num_blocks: int) -> None:
+        """Add `num_blocks` free, empty blocks with the highest ids. O(blocks of the pool).
+
+        Raises:
+            InvalidArgumentError: negative, or the storage has no room for them. Nothing has changed.
+        """
+        with self._lock:
+            if self._storage is not None and self._storage.num_blocks <= self.total_blocks + num_blocks:
+                raise InvalidArgumentError(
+                    f"the storage has blocks 0 to {self._storage.num_blocks - 1}; with {num_blocks} more the "
+                    f"pool would have 1 to {self.total_blocks + num_blocks}"
+                )
+            self.block_pool.grow(num_blocks)
+            self._set_size(self.total_blocks + num_blocks)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Give up the `num_blocks` highest ids; blocks in use there move below. O(blocks of the pool).
+
+        Cached blocks there move into what is empty below, those used last first; the others are lost. Ids of
+        sequences change: see `on_moved`.
+
+        Raises:
+            InvalidArgumentError: negative, or too few blocks would be left: none, or fewer than are reserved.
+            OutOfBlocksError: more are in use there than are free below.
+            InvalidBlockError: one of them is pinned, or in flight. In all cases nothing has changed.
+            CopyFailedError: nothing has moved; what was next to be evicted may be.
+        """
+        with self._lock:
+            num_left = self.total_blocks - num_blocks
+            if num_blocks < 0 or num_left < max(1, self.reserved_blocks):
+                raise InvalidArgumentError(
+                    f"{num_blocks} of {self.total_blocks} blocks cannot be given up; "
+                    f"{max(1, self.reserved_blocks)} are left at least"
+                )
+            self._placement.shrink(num_blocks, self._list_fixed())
+            self._set_size(num_left)
+
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
 
@@ -632,6 +670,11 @@ class GPUKVPool(KVPoolProtocol):
         return MigrationResult(True, migrated, elapsed, len(migrated) * self.block_bytes)
 
     # ---- inside, locked --------------------------------------------------------------------------
+
+    def _set_size(self, total_blocks: int) -> None:
+        self.total_blocks = total_blocks
+        if self._may_pin_all:
+            self._pins.max_pinned_blocks = total_blocks
 
     def _allocate(self, request: BlockAllocationRequest) -> list[KVCacheBlock]:
         if self._migration_hook is None:

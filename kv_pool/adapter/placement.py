@@ -186,3 +186,8 @@ class Placement:
             on_moved=self._on_moved,
         )
         return len(relocation.moves)
+
+    def shrink(self, num_blocks: int, pinned: Collection[int]) -> None:
+        """Cut off the highest ids after moving what is in use out of them."""
+        compaction.shrink(self._pool, num_blocks, self._copy, pinned=pinned, on_moved=self._on_moved)
+        self.retention.forget_from(len(self._pool.blocks))

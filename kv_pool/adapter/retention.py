@@ -68,6 +68,10 @@ class Retention:
         """Ids of the cached blocks that are worth more than others, in no order."""
         return [block.block_id for block in self._priorities]
 
+    def forget_from(self, block_id: int) -> None:
+        """The blocks with this id or a higher one are no more."""
+        self.note_taken([block for block in self._priorities if block.block_id >= block_id])
+
     def clear_front(self, num_blocks: int) -> None:
         """Let the next `num_blocks` in the free queue be those of least priority, of equal ones the next.
 
