@@ -12,7 +12,7 @@ REQUEST = make_request([hash_of(number) for number in (11, 12, 13)])
 
 
 def make_followed():
-    """A pool with two copies of 11 and one of 12 and 13, a state that has its events, and a reader of that."""
+    """A pool with two copies of 11 and one of 12 and 13, a state that has its events, and a reader."""
     pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
     pool.cache_full_blocks(REQUEST, blocks(pool, 4), 0, 1, 4, 0)
@@ -103,4 +103,4 @@ def test_e4_to_e7_what_must_not_be_sent_is_noticed(events, message):
 
 def test_what_no_option_promises_is_not_asked_for():
     state = StreamState(exact=False, dense=False)
-    check_events(state, [stored([1, 1], 1, token_ids=[3]), stored([1]), stored([], token_ids=[1])], Reader())
+    check_events(state, [stored([1, 1], token_ids=[3]), stored([1], 1), stored([], token_ids=[1])], Reader())
