@@ -1,17 +1,20 @@
 """`StreamState`: between a pool and those who read of it; makes what they read true, and can tell it anew."""
 
 from collections.abc import Iterator
+from itertools import chain
 from threading import Lock
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidTypeError
+from kv_pool.events.chains import iter_chunks
 from kv_pool.events.pace import Pace
 from kv_pool.events.removals import coalesce_removals
 from kv_pool.events.resident_blocks import Change, ResidentBlocks
-from kv_pool.events.snapshot import copy_places, iter_chunks, redo
+from kv_pool.events.resident_copy import copy_places, redo
 from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
 
-NOTHING_APPLIED = -1
+NOTHING_SENT = -1
+MAX_BLOCKS_PER_CHUNK = 256
 EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
 
 
@@ -52,7 +55,7 @@ class StreamState:
         self.dense = dense
         self.coalesce_removals = coalesce_removals
         self.resident = ResidentBlocks(keeps_token_ids)
-        self.last_sequence = NOTHING_APPLIED
+        self.last_sequence = NOTHING_SENT
         self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
@@ -61,7 +64,7 @@ class StreamState:
 
         Args:
             events: oldest first.
-            sequence: the batch's number; None for the one after the last.
+            sequence: the number under which it will be sent, if anything is; None for the one after the last.
         Raises:
             InvalidTypeError: something that is none of the three events. Nothing has changed.
         Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
@@ -82,7 +85,8 @@ class StreamState:
                 else:
                     self.resident.clear()
                     sent.append(event)
-            self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
+            if sent:
+                self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             self.resident.drop_some()
         return coalesce_removals(sent) if self.coalesce_removals else sent
 
@@ -107,13 +111,15 @@ class StreamState:
             return []
         return [BlockRemoved(gone, event.medium, event.group_idx, event.locality, event.ownership)]
 
-    def iter_snapshot(self, pace: Pace | None = None) -> tuple[int, Iterator[list[KVCacheEvent]]]:
+    def iter_snapshot(
+        self, max_blocks: int = MAX_BLOCKS_PER_CHUNK, pace: Pace | None = None
+    ) -> tuple[int, Iterator[list[KVCacheEvent]]]:
         """All that is resident, as events for a reader that knows nothing.
 
         Returns:
             The number of the last batch that is in it (-1 for none): the reader goes on with the next one.
-            And the events, in lists of at most 256 blocks: `AllBlocksCleared`; then every hash once, parents
-            before children, chains as one event; at last the orphans, with the parents they had.
+            And the events, in lists of at most `max_blocks` blocks: `AllBlocksCleared`; then every hash once,
+            parents before children, chains as one event; at last the orphans, with the parents they had.
 
         No other thread is held up for longer than `pace` says: by default a quarter of a millisecond at a
         time, the caller's work between two lists included. Until all lists are taken they need as much
@@ -132,9 +138,19 @@ class StreamState:
                     resident.changes = None
                     sequence = self.last_sequence
         redo(copies, changes, pace)
-        return sequence, iter_chunks(copies, pace)
+        cleared: list[KVCacheEvent] = [AllBlocksCleared()]
+        return sequence, chain([cleared], iter_chunks(copies, max_blocks, pace))
 
-    def take_snapshot(self, pace: Pace | None = None) -> tuple[int, list[KVCacheEvent]]:
+    def take_snapshot(self) -> tuple[int, list[KVCacheEvent]]:
         """`iter_snapshot`, all events in one list."""
-        sequence, chunks = self.iter_snapshot(pace)
+        sequence, chunks = self.iter_snapshot()
         return sequence, [event for chunk in chunks for event in chunk]
+
+    def list_resident(self, chunk_events: int) -> Iterator[list[KVCacheEvent]]:
+        """The stores of a snapshot, in lists of at most so many events (and blocks), without its clear.
+
+        For a publisher that takes snapshots between two batches, and so knows which is in it.
+        """
+        _, chunks = self.iter_snapshot(chunk_events)
+        next(chunks)
+        return chunks
