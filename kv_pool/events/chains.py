@@ -12,7 +12,7 @@ from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.events.pace import Pace
 from kv_pool.events.resident_blocks import Place, ResidentBlock, unpack_tokens
 from kv_pool.events.resident_copy import Copies
-from kv_pool.events.sharded_dict import ShardedDict
+from kv_pool.events.sharded_dict import ShardedDict, find_shard
 from kv_pool.ids import ExternalBlockHash
 
 STEPS_PER_LOOK_AT_THE_CLOCK = 32
@@ -64,25 +64,31 @@ class Chains:
         self.other_children: ShardedDict[list[ExternalBlockHash]] = ShardedDict()
         for shard in blocks.shards:
             for number, (block_hash, block) in enumerate(shard.items()):
-                self.link(block_hash, block.parent)
+                if block.parent is None:
+                    self.roots.append(block_hash)
+                elif not self.link(block_hash, block.parent):
+                    self.orphans.append(block_hash)
                 if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
                     pace.step()
 
-    def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash | None) -> None:
-        if parent is None:
-            self.roots.append(block_hash)
-        elif parent not in self.blocks:
-            self.orphans.append(block_hash)
+    def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash) -> bool:
+        """Hang the block on its parent; False if that is not there."""
+        number = find_shard(parent)
+        if parent not in self.blocks.shards[number]:
+            return False
+        first_children = self.first_children.shards[number]
+        if parent in first_children:
+            self.other_children.shards[number].setdefault(parent, []).append(block_hash)
         else:
-            shard = self.first_children.shard(parent)
-            if parent in shard:
-                self.other_children.shard(parent).setdefault(parent, []).append(block_hash)
-            else:
-                shard[parent] = block_hash
+            first_children[parent] = block_hash
+        return True
 
     def take(self, starts: list[ExternalBlockHash]) -> Iterator[BlockStored]:
         """Events for these blocks and all that hang on them, each block once. Uses `starts` up."""
         pending = starts
+        all_blocks = self.blocks.shards
+        first_children = self.first_children.shards
+        other_children = self.other_children.shards
         while pending:
             start = pending.pop()
             run: list[ExternalBlockHash] = []
@@ -90,15 +96,17 @@ class Chains:
             following: ExternalBlockHash | None = start
             while following is not None:
                 block_hash, following = following, None
-                block = self.blocks.shard(block_hash).pop(block_hash, None)
+                number = find_shard(block_hash)
+                block = all_blocks[number].pop(block_hash, None)
                 if block is None:  # the circle is closed
                     break
                 run.append(block_hash)
                 run_blocks.append(block)
-                child = self.first_children.shard(block_hash).pop(block_hash, None)
+                child = first_children[number].pop(block_hash, None)
                 if child is not None:
-                    pending.extend(self.other_children.shard(block_hash).pop(block_hash, ()))
-                    child_block = self.blocks.shard(child).get(child)
+                    if block_hash in other_children[number]:
+                        pending += other_children[number].pop(block_hash)
+                    child_block = all_blocks[find_shard(child)].get(child)
                     if len(run) < self.max_blocks and child_block and is_alike(block, child_block):
                         following = child
                     else:
@@ -111,7 +119,9 @@ class Chains:
 
 def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:
     """Can one event tell of both?"""
-    if block.kind != other.kind or (block.lookahead_token_ids is None) != (other.lookahead_token_ids is None):
+    if block.kind is not other.kind or (block.lookahead_token_ids is None) != (
+        other.lookahead_token_ids is None
+    ):
         return False
     if block.tokens is None or other.tokens is None:
         return block.tokens is other.tokens

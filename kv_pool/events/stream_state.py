@@ -1,6 +1,6 @@
 """`StreamState`: between a pool and those who read of it; makes what they read true, and can tell it anew."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from threading import Lock
 
@@ -59,7 +59,7 @@ class StreamState:
         self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
-    def apply(self, events: list[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
+    def apply(self, events: Sequence[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
         """Note a batch of events, and say which to send instead of them.
 
         Args:
@@ -121,9 +121,9 @@ class StreamState:
             And the events, in lists of at most `max_blocks` blocks: `AllBlocksCleared`; then every hash once,
             parents before children, chains as one event; at last the orphans, with the parents they had.
 
-        No other thread is held up for longer than `pace` says: by default a quarter of a millisecond at a
-        time, the caller's work between two lists included. Until all lists are taken they need as much
-        memory again as the keys.
+        No other thread is held up for longer than `pace` says: by default 0.4 ms at a time, in which the
+        caller's work on a list counts. Beside a thread that never waits, each of these takes another 5 ms
+        (`sys.setswitchinterval`). Until all lists are taken they need some 200 bytes of memory a block.
         """
         pace = Pace() if pace is None else pace
         resident = self.resident
