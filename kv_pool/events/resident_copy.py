@@ -41,7 +41,6 @@ def redo(copies: Copies, changes: Iterable[Change | None], pace: Pace) -> None:
                 for shard in blocks.shards:
                     shard.clear()
                     pace.step()
-            copies.clear()
             continue
         place, block_hash, block = change
         if block is not None:

@@ -123,7 +123,7 @@ class StreamState:
 
         No other thread is held up for longer than `pace` says: by default 0.4 ms at a time, in which the
         caller's work on a list counts. Beside a thread that never waits, each of these takes another 5 ms
-        (`sys.setswitchinterval`). Until all lists are taken they need some 200 bytes of memory a block.
+        (`sys.setswitchinterval`). Until all lists are taken they need some 100 bytes of memory a block.
         """
         pace = Pace() if pace is None else pace
         resident = self.resident
