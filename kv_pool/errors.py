@@ -18,6 +18,8 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
+| `ControlError` | `RuntimeError` | a control socket that cannot be served, reached or understood |
+| `DrawingError` | `ValueError` | a picture that cannot be drawn, or not be written |
 
 vLLM v1 asserts in some of these places and raises RuntimeError in others; hence the several bases.
 """
@@ -81,3 +83,11 @@ class CopyFailedError(KVPoolError, RuntimeError):
 
 class TraceError(KVPoolError, ValueError):
     """A trace that cannot be read. The message starts with `file:line:` where a line is at fault."""
+
+
+class ControlError(KVPoolError, RuntimeError):
+    """A control socket that cannot be served, reached or understood. The message says what to do."""
+
+
+class DrawingError(KVPoolError, ValueError):
+    """A picture that cannot be drawn or not be written; the message says what is missing."""
