@@ -252,7 +252,6 @@ def main() -> None:
     options = parse_options()
     mode = "compiled" if kv_pool.COMPILED else "plain"
     provenance = describe_run([mode])
-    provenance["command"] = " ".join(["python", "benchmarks/bench_snapshot.py", *sys.argv[1:]])
     print(f"kv_pool {mode}, {options.blocks:,} resident blocks, load {os.getloadavg()[0]:.1f}\n")
     memory = measure_memory(options)
     for kept, per_block in memory.items():
