@@ -465,8 +465,8 @@ class PrefixCache:
     ) -> KVCacheEvent:
         """The one `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
 
-        A block with None for a hash is skipped, but its tokens are not. `make_event` is the event's class if it is
-        not that of stores.
+        A block with None for a hash is skipped, but its tokens are not. `make_event` is the event's class
+        if it is not that of stores.
         """
         num_lookahead = self.num_hash_lookahead_tokens
         stored = [block_hash for block_hash in hashes if block_hash is not None]

@@ -5,8 +5,8 @@ from itertools import chain
 from threading import Lock
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
-from kv_pool.errors import InvalidTypeError
 from kv_pool.events.chains import iter_chunks
+from kv_pool.events.foreign_events import adopt
 from kv_pool.events.pace import Pace
 from kv_pool.events.removals import coalesce_removals
 from kv_pool.events.resident_blocks import Change, ResidentBlocks
@@ -15,7 +15,6 @@ from kv_pool.events.stored_spans import split_repeats, take_positions, without_h
 
 NOTHING_SENT = -1
 MAX_BLOCKS_PER_CHUNK = 256
-EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
 
 
 class StreamState:
@@ -63,21 +62,17 @@ class StreamState:
         """Note a batch of events, and say which to send instead of them.
 
         Args:
-            events: oldest first.
+            events: oldest first; an engine's own classes become ours.
             sequence: the number under which it will be sent, if anything is; None for the one after the last.
         Raises:
-            InvalidTypeError: something that is none of the three events. Nothing has changed.
+            InvalidTypeError: something that is none of the three events, whosever class it is of. Nothing
+                has changed.
         Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
         """
-        for event in events:
-            if not isinstance(event, EVENT_TYPES):
-                raise InvalidTypeError(
-                    f"a {type(event).__name__} can not be sent; readers know BlockStored, BlockRemoved and "
-                    "AllBlocksCleared"
-                )
+        ours = [adopt(event) for event in events]
         sent: list[KVCacheEvent] = []
         with self._lock:
-            for event in events:
+            for event in ours:
                 if isinstance(event, BlockStored):
                     sent += self._store(event)
                 elif isinstance(event, BlockRemoved):
