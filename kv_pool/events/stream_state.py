@@ -13,7 +13,7 @@ from kv_pool.events.resident_blocks import Change, ResidentBlocks
 from kv_pool.events.resident_copy import copy_places, redo
 from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
 
-NOTHING_SENT = -1
+NOTHING_APPLIED = -1
 MAX_BLOCKS_PER_CHUNK = 256
 
 
@@ -54,7 +54,7 @@ class StreamState:
         self.dense = dense
         self.coalesce_removals = coalesce_removals
         self.resident = ResidentBlocks(keeps_token_ids)
-        self.last_sequence = NOTHING_SENT
+        self.last_sequence = NOTHING_APPLIED
         self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
@@ -63,7 +63,8 @@ class StreamState:
 
         Args:
             events: oldest first; an engine's own classes become ours.
-            sequence: the number under which it will be sent, if anything is; None for the one after the last.
+            sequence: the batch's number; None for the one after the last. Send the batch even if nothing is
+                left of it: a snapshot from now on says that it has it.
         Raises:
             InvalidTypeError: something that is none of the three events, whosever class it is of. Nothing
                 has changed.
@@ -80,8 +81,7 @@ class StreamState:
                 else:
                     self.resident.clear()
                     sent.append(event)
-            if sent:
-                self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
+            self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             self.resident.drop_some()
         return coalesce_removals(sent) if self.coalesce_removals else sent
 
@@ -140,12 +140,3 @@ class StreamState:
         """`iter_snapshot`, all events in one list."""
         sequence, chunks = self.iter_snapshot()
         return sequence, [event for chunk in chunks for event in chunk]
-
-    def list_resident(self, chunk_events: int) -> Iterator[list[KVCacheEvent]]:
-        """The stores of a snapshot, in lists of at most so many events (and blocks), without its clear.
-
-        For a publisher that takes snapshots between two batches, and so knows which is in it.
-        """
-        _, chunks = self.iter_snapshot(chunk_events)
-        next(chunks)
-        return chunks
