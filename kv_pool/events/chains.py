@@ -1,4 +1,4 @@
-"""A snapshot's events: each resident block once, parents before children, chains as one event.
+r"""A snapshot's events: each resident block once, parents before children, chains as one event.
 
     root -- a -- b -- c         one event: a chain of one kind
                   \

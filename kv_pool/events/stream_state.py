@@ -5,6 +5,7 @@ from itertools import chain
 from threading import Lock
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.chains import iter_chunks
 from kv_pool.events.foreign_events import adopt
 from kv_pool.events.pace import Pace
@@ -39,6 +40,9 @@ class StreamState:
         keeps_token_ids: snapshots have token ids; without, they are empty, and most of the memory is saved.
 
     With all of these off `apply` returns what it is given. Nothing that was given is changed.
+
+    A parent is sent as the pool names it, though it may have been evicted, or skipped in a window: its child is
+    an orphan, of which some readers make nothing. It is not told again when the parent comes.
 
     Threads: one calls `apply`, any other takes snapshots meanwhile.
     """
@@ -120,6 +124,8 @@ class StreamState:
         caller's work on a list counts. Beside a thread that never waits, each of these takes another 5 ms
         (`sys.setswitchinterval`). Until all lists are taken they need some 100 bytes of memory a block.
         """
+        if max_blocks < 1:
+            raise InvalidArgumentError(f"max_blocks is {max_blocks}; a list has at least 1 block")
         pace = Pace() if pace is None else pace
         resident = self.resident
         changes: list[Change | None] = []

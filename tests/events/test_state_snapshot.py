@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from events.made_events import draw, removed, stored
 
-from kv_pool import AllBlocksCleared
+from kv_pool import AllBlocksCleared, InvalidArgumentError
 from kv_pool.events.invariants import Reader, check_knowledge
 from kv_pool.events.pace import Pace
 from kv_pool.events.sharded_dict import NUM_SHARDS
@@ -130,6 +130,13 @@ def test_long_chains_come_in_pieces_that_fit_into_chunks():
     assert [found for event in events for found in event.block_hashes] == list(numbers)
     for before, after in pairwise(events):
         assert after.parent_block_hash == before.block_hashes[-1]
+
+
+def test_a_list_has_at_least_one_block():
+    state = made(stored([1, 2]), stored([3], 2))
+    assert [draw(chunk) for chunk in state.iter_snapshot(1)[1]] == [["clear"], ["> 1"], ["1 > 2"], ["2 > 3"]]
+    with pytest.raises(InvalidArgumentError, match="max_blocks is 0"):
+        state.iter_snapshot(0)
 
 
 def test_many_short_events_fill_chunks():
