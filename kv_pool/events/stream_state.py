@@ -41,8 +41,8 @@ class StreamState:
 
     With all of these off `apply` returns what it is given. Nothing that was given is changed.
 
-    A parent is sent as the pool names it, though it may have been evicted, or skipped in a window: its child is
-    an orphan, of which some readers make nothing. It is not told again when the parent comes.
+    A parent is sent as the pool names it, though it may have been evicted, or skipped in a window: its child
+    is an orphan, of which some readers make nothing. It is not told again when the parent comes.
 
     Threads: one calls `apply`, any other takes snapshots meanwhile.
     """
