@@ -249,7 +249,7 @@ class PrefixCache:
 
         # Built before anything changes, since it reads the request; appended after the removals.
         event: KVCacheEvent | None = None
-        dense_events: list[KVCacheEvent] = []
+        dense_events: list[KVCacheEvent] | None = None
         if self.enable_kv_cache_events:
             parent: BlockHash | None = None
             if num_cached_blocks:
@@ -271,7 +271,7 @@ class PrefixCache:
         add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
         if event is not None:
             self.kv_event_queue.append(event)
-        elif dense_events:
+        elif dense_events is not None:
             self.kv_event_queue.extend(dense_events)
 
     def _hashes_of(self, request: CacheableRequest, first: int, end: int, block_size: int) -> list[BlockHash]:
