@@ -18,6 +18,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
+| `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 
 vLLM v1 asserts in some of these places and raises RuntimeError in others; hence the several bases.
 """
@@ -81,3 +82,7 @@ class CopyFailedError(KVPoolError, RuntimeError):
 
 class TraceError(KVPoolError, ValueError):
     """A trace that cannot be read. The message starts with `file:line:` where a line is at fault."""
+
+
+class EventStreamError(KVPoolError, ValueError):
+    """Bytes from an event stream that are not what they should be: no batch, no sequence, no event."""
