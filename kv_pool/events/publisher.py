@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import PublisherClosedError
@@ -22,13 +22,9 @@ from kv_pool.events.sockets import PublisherSockets
 _logger = logging.getLogger(__name__)
 
 
-class _Published(NamedTuple):
-    """A batch on its way to the publisher's thread. `number` counts calls of `publish`, dropped ones too."""
-
-    number: int
-    ts: float
-    events: list[KVCacheEvent]
-
+_Published = tuple[int, float, list[KVCacheEvent]]
+"""A batch on its way to the publisher's thread: how many were published before it, dropped ones included;
+when; its events. A plain tuple, since the pool's thread makes it."""
 
 _WAKE = None
 """Stands in the queue for "look what else there is to do"."""
@@ -140,7 +136,7 @@ class ZMQEventPublisher:
             self._next_number = number + 1
             if self._queue.qsize() >= self._max_queue_size and not self._make_room(events):
                 return
-            self._queue.put(_Published(number, self._clock(), events))
+            self._queue.put((number, self._clock(), events))
 
     def _make_room(self, events: list[KVCacheEvent]) -> bool:
         """Drop the oldest batch, or say that these events are to be dropped; count it either way."""
@@ -152,7 +148,7 @@ class ZMQEventPublisher:
         except Empty:
             return True
         if oldest is not _WAKE:
-            self._count_dropped(oldest.events)
+            self._count_dropped(oldest[2])
         return True
 
     def _count_dropped(self, events: list[KVCacheEvent]) -> None:
@@ -233,10 +229,10 @@ class ZMQEventPublisher:
                 continue
             if published is not _WAKE:
                 if time.monotonic() < self._give_up_s:
-                    self._handle(published)
+                    self._handle(*published)
                     sent_s = time.monotonic()
                 else:
-                    self._count_dropped(published.events)
+                    self._count_dropped(published[2])
             elif self._is_closed and self._queue.empty():
                 break
             if self._replay_server is not None and self._replay_server.waiting:
@@ -245,19 +241,18 @@ class ZMQEventPublisher:
             self._replay_server.stop()
         self._sockets.live.close()
 
-    def _handle(self, published: _Published) -> None:
+    def _handle(self, number: int, ts: float, events: list[KVCacheEvent]) -> None:
         """Send one batch, or leave a hole where it would have been. Never raises."""
-        num_lost = published.number - self._expected_number
-        self._expected_number = published.number + 1
+        num_lost = number - self._expected_number
+        self._expected_number = number + 1
         if num_lost:
             self._buffer.leave_hole(self._buffer.last_sequence + num_lost)
             self._must_clear = True
         sequence = self._buffer.last_sequence + 1
-        events = published.events
         try:
             events = self._apply(events)
             if events or self._state is None:
-                self._send(published.ts, events)
+                self._send(ts, events)
         except Exception:
             # One bad event must not end the stream: this batch is a hole, the next one is sent.
             if self._buffer.last_sequence < sequence:
