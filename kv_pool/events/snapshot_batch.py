@@ -1,58 +1,29 @@
-"""Snapshots: everything that is resident, in one batch, for readers too late for a replay."""
+"""A snapshot as one batch, encoded piece by piece."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.events.batch import KVEventBatch
 
-CHUNK_EVENTS = 256
-"""Events encoded at once: msgspec holds the interpreter's lock meanwhile, and the pool's thread waits."""
 
-
-class ResidentState(Protocol):
-    """What a publisher asks of its `state`, always on the publisher's own thread; `StreamState` is one."""
-
-    def apply(self, events: list[KVCacheEvent]) -> list[KVCacheEvent]:
-        """Take note of what happened; what to send instead, maybe nothing."""
-
-    def list_resident(self, chunk_events: int) -> Iterator[list[KVCacheEvent]]:
-        """Stores of every resident block, parents first. Nobody changes these events afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What was resident when the batch of `sequence` had happened, yet to be encoded.
-
-    Attributes:
-        waiting: who asked for it, and for which sequence.
-        chunks: the stores, parents first; None if the state could not tell.
-    """
-
-    sequence: int
-    ts: float
-    chunks: list[list[KVCacheEvent]] | None
-    waiting: list[tuple[bytes, int]]
-
-
-def encode_snapshot(
+def encode_in_pieces(
     ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
 ) -> tuple[bytes, int]:
-    """One batch: `AllBlocksCleared`, and then the events of all chunks, encoded one chunk at a time.
+    """One batch with the events of all chunks.
+
+    msgspec holds the interpreter's lock while it encodes, and the pool's thread waits for that: it is called
+    for one chunk at a time.
 
     Args:
         encode: `encode_batch` or `encode_batch_positional`.
     Returns:
         The payload, and how many events were left out since they cannot be encoded.
     """
-    cleared: list[list[KVCacheEvent]] = [[AllBlocksCleared()]]
     pieces = []
     num_events = num_left_out = 0
-    for chunk in chain(cleared, chunks):
+    for chunk in chunks:
         try:
             pieces.append(_encode_events(chunk, encode))
             num_events += len(chunk)
