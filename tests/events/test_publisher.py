@@ -164,6 +164,25 @@ def test_several_threads_may_publish():
     assert seen == [list(range(num_batches))] * num_threads
 
 
+def test_a_subscriber_that_stalls_loses_batches_and_sees_it_and_can_ask_for_them():
+    num_batches = 500
+    with make_publisher(hwm=5, linger_s=0.0) as publisher, Requester(publisher.replay_endpoint) as requester:
+        with subscribed(publisher, rcvhwm=5, rcvbuf=4096) as (stalled, first):
+            for number in range(num_batches):
+                publisher.publish([removed(number)] * 5_000)
+            last = first + num_batches - 1
+            requester.ask_until(last, last)  # all were sent: nobody waited for the one that does not read
+            sequences = [stalled.receive()[0]]
+            while stalled.socket.poll(100):
+                sequences.append(stalled.receive()[0])
+            publisher.publish([removed(0)])
+            sequences.append(stalled.receive()[0])
+        assert sequences[-1] == last + 1
+        missed = sorted(set(range(first, last + 1)) - set(sequences))
+        assert missed
+        assert set(missed) <= {sequence for sequence, _ in requester.ask(missed[0])}
+
+
 # ---- a full queue ------------------------------------------------------------------------------------
 
 
