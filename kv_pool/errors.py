@@ -18,6 +18,10 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
+| `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
+| `EndpointError` | `OSError` | an address that cannot be bound or connected to |
+| `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
+| `MissingDependencyError` | `ImportError` | an optional package that is needed; says how to install it |
 | `ControlError` | `RuntimeError` | a control socket that cannot be served, reached or understood |
 | `DrawingError` | `ValueError` | a picture that cannot be drawn, or not be written |
 
@@ -83,6 +87,22 @@ class CopyFailedError(KVPoolError, RuntimeError):
 
 class TraceError(KVPoolError, ValueError):
     """A trace that cannot be read. The message starts with `file:line:` where a line is at fault."""
+
+
+class EventStreamError(KVPoolError, ValueError):
+    """Bytes from an event stream that are not what they should be: no batch, no sequence, no event."""
+
+
+class EndpointError(KVPoolError, OSError):
+    """An address that cannot be bound or connected to, such as a port in use. Nothing was opened."""
+
+
+class PublisherClosedError(KVPoolError, RuntimeError):
+    """Events for a publisher that was closed. They were not sent."""
+
+
+class MissingDependencyError(KVPoolError, ImportError):
+    """An optional package is needed and not installed; the message says how to install it."""
 
 
 class ControlError(KVPoolError, RuntimeError):

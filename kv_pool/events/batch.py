@@ -1,0 +1,193 @@
+"""`KVEventBatch` and its bytes: one msgpack array `[ts, events, rank]`, byte for byte that of vLLM 0.33.
+
+What is sent is strict and what is read is not: publishers in the field send events as maps or, before
+June 2026, as arrays, and a reader that stops at the first event it does not know has lost the stream.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.errors import EventStreamError, InvalidTypeError
+
+
+class KVEventBatch(msgspec.Struct, array_like=True):
+    """What one scheduler step did to the prefix cache.
+
+    Attributes:
+        ts: wall clock, seconds since the epoch, when the batch was built.
+        events: in the order they happened; an empty list is a sign of life.
+        data_parallel_rank: on the wire always an int, since some readers refuse nil.
+    """
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedBatch:
+    """A batch as it was read.
+
+    Attributes:
+        ts, data_parallel_rank: as in `KVEventBatch`.
+        events: those that could be read, in order.
+        num_dropped: events that could not: of an unknown type, or malformed.
+        first_drop_reason: what was wrong with the first of those, None when none was dropped.
+    """
+
+    ts: float
+    events: list[KVCacheEvent]
+    data_parallel_rank: int | None
+    num_dropped: int = 0
+    first_drop_reason: str | None = None
+
+
+def encode_batch(batch: KVEventBatch) -> bytes:
+    """The batch as vLLM 0.33 writes it: events are maps keyed by field name.
+
+    Raises:
+        TypeError, ValueError, OverflowError: as msgspec, for what msgpack cannot hold.
+    """
+    return _ENCODER.encode(batch)
+
+
+def encode_batch_positional(batch: KVEventBatch) -> bytes:
+    """The batch as vLLM wrote it before June 2026: events are arrays, class name first.
+
+    For readers that know only that form. It ends at the fields of that time: no locality, ownership,
+    session or lookahead; trailing fields that are None are cut off.
+
+    Raises:
+        InvalidTypeError: an event that this form does not have.
+        TypeError, ValueError, OverflowError: as msgspec, for what msgpack cannot hold.
+    """
+    events = [_list_positional(event) for event in batch.events]
+    return _ENCODER.encode([batch.ts, events, batch.data_parallel_rank])
+
+
+def decode_batch(payload: bytes) -> DecodedBatch:
+    """Read a batch of any publisher known, dropping single events that make no sense.
+
+    Accepted: two or more elements, the rank left out or nil; an integer `ts`; hashes as integers or bytes,
+    signed or not; maps in any key order with unknown keys; `lora_id`, `lora_name` and `medium` left out;
+    arrays with the class name first, with unknown elements behind.
+
+    Raises:
+        EventStreamError: this is not a batch.
+    Cost: one pass in C when every event is a well-formed map, a Python loop over the events if not.
+    """
+    try:
+        batch = _DECODER.decode(payload)
+    except _UNREADABLE:
+        return _decode_loosely(payload)
+    return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank)
+
+
+class _TypedBatch(msgspec.Struct, array_like=True):
+    """The batch as a current publisher sends it."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
+"""What decoding raises for bytes that make no sense; msgspec 0.19 has errors that are no ValueError."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_TypedBatch)
+
+_EVENT_TYPES: dict[str, type[KVCacheEvent]] = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
+
+_POSITIONS: dict[str, tuple[str, ...]] = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+    ),
+    # For some weeks a kind and a window followed here, too; they say nothing that stores do not say.
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+"""The fields of the array form, in order, behind the class name."""
+
+_LATER_FIELDS = ("lora_id", "medium", "lora_name")
+"""Fields without a default that some publishers leave out."""
+
+
+def _list_positional(event: Any) -> list[Any]:
+    # By its tag, as msgspec writes it, so that classes of other packages do.
+    name = event.__struct_config__.tag if isinstance(event, msgspec.Struct) else type(event).__name__
+    if name not in _POSITIONS:
+        raise InvalidTypeError(f"{name} has no array form; it exists for {', '.join(_POSITIONS)}")
+    fields = [name, *(getattr(event, field) for field in _POSITIONS[name])]
+    while fields[-1] is None:
+        fields.pop()
+    return fields
+
+
+def _decode_loosely(payload: bytes) -> DecodedBatch:
+    try:
+        found = msgspec.msgpack.decode(payload)
+    except _UNREADABLE as error:
+        raise EventStreamError(f"a payload of {len(payload)} bytes is no event batch: {error}") from error
+    if not isinstance(found, list) or len(found) < 2:
+        raise EventStreamError(
+            f"a payload of {len(payload)} bytes is no event batch: it is {_describe(found)}, "
+            f"a batch is an array of ts, events, rank"
+        )
+    ts, raw_events, rank = found[0], found[1], found[2] if len(found) > 2 else None
+    if not _is_number(ts) or not isinstance(raw_events, list) or not (rank is None or type(rank) is int):
+        raise EventStreamError(
+            f"a payload of {len(payload)} bytes is no event batch: ts is {_describe(ts)}, events "
+            f"{_describe(raw_events)}, rank {_describe(rank)}"
+        )
+    events = []
+    reasons = []
+    for raw_event in raw_events:
+        try:
+            events.append(_read_event(raw_event))
+        except _UNREADABLE as error:
+            reasons.append(str(error))
+    return DecodedBatch(float(ts), events, rank, len(reasons), reasons[0] if reasons else None)
+
+
+def _read_event(raw: Any) -> KVCacheEvent:
+    """One event out of a map or an array; raises ValueError or TypeError if it is none."""
+    fields = raw
+    if isinstance(raw, list) and raw:
+        name = raw[0]
+        fields = dict(zip(_POSITIONS.get(name, ()), raw[1:], strict=False)) if isinstance(name, str) else {}
+        fields["type"] = name
+    if not isinstance(fields, dict):
+        raise EventStreamError(f"an event is {_describe(raw)}, neither a map nor an array")
+    name = fields.get("type")
+    event_type = _EVENT_TYPES.get(name) if isinstance(name, str) else None
+    if event_type is None:
+        raise EventStreamError(f"an event has the unknown type {name!r:.80}")
+    if event_type is not AllBlocksCleared:
+        fields = dict.fromkeys(_LATER_FIELDS) | fields
+    return msgspec.convert(fields, event_type)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else repr(value)[:80]

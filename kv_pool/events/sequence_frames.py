@@ -1,0 +1,51 @@
+"""The frames around a payload: sequence numbers, the end marker, live and replayed messages.
+
+```text
+live     topic | sequence | payload
+request  identity | empty | first sequence wanted               as a ROUTER sees it
+reply    identity | empty | topic | sequence | payload          for each batch
+end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
+```
+"""
+
+import struct
+
+from kv_pool.errors import EventStreamError, InvalidArgumentError
+
+END_OF_REPLAY = b"\xff" * 8
+"""Stands in place of the sequence in the message that ends a replay."""
+
+MAX_SEQUENCE = 2**64 - 2
+"""The highest sequence of a batch; one more would be the end marker."""
+
+_SEQUENCE = struct.Struct(">Q")
+
+
+def pack_sequence(sequence: int) -> bytes:
+    """8 bytes big-endian. Raises InvalidArgumentError outside 0 to `MAX_SEQUENCE`."""
+    if not 0 <= sequence <= MAX_SEQUENCE:
+        raise InvalidArgumentError(f"sequence is {sequence}; it is 0 to {MAX_SEQUENCE}")
+    return _SEQUENCE.pack(sequence)
+
+
+def unpack_sequence(frame: bytes) -> int:
+    """The number in a sequence frame, 2**64 - 1 in the end marker; raises EventStreamError if not 8 bytes."""
+    if len(frame) != _SEQUENCE.size:
+        raise EventStreamError(f"a sequence frame has {len(frame)} bytes; it is {_SEQUENCE.size} big-endian")
+    number: int = _SEQUENCE.unpack(frame)[0]
+    return number
+
+
+def make_live_frames(topic: bytes, sequence: int, payload: bytes) -> list[bytes]:
+    """What a PUB socket sends for a batch."""
+    return [topic, pack_sequence(sequence), payload]
+
+
+def make_replay_frames(identity: bytes, topic: bytes, sequence: int, payload: bytes) -> list[bytes]:
+    """What a ROUTER socket sends for a replayed batch."""
+    return [identity, b"", topic, pack_sequence(sequence), payload]
+
+
+def make_end_frames(identity: bytes) -> list[bytes]:
+    """What a ROUTER socket sends after the last replayed batch."""
+    return [identity, b"", b"", END_OF_REPLAY, b""]

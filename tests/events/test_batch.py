@@ -1,0 +1,244 @@
+"""Byte for byte what vLLM 0.33 sends, and whatever others send is read."""
+
+import contextlib
+import random
+
+import msgspec
+import pytest
+
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from kv_pool.errors import EventStreamError, InvalidTypeError
+from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encode_batch_positional
+
+TS = 1700000000.5
+HASH_0, HASH_1, HASH_B = 9561501211280363793, 15292913576410714033, 0x720B6A2C26AD57E4
+DIGEST_0 = bytes.fromhex("58d0879dff3800f65f8c5fd449d73048c0f7699dd238a03b84b146b151d55111")
+FULL = {"extra_keys": [None], "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+
+
+def stored(hashes, tokens, parent=None, lora_id=None, lora_name=None, block_size=4, **optional):
+    return BlockStored(hashes, parent, tokens, block_size, lora_id, "GPU", lora_name, **optional)
+
+
+GOLDEN = {
+    "V1": (
+        "93cb41d954fc4020000091de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cf84b146b151d55111cfd43b57df56b58fb1b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797392c0c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00",
+        [stored([HASH_0, HASH_1], [*range(1, 9)], **FULL | {"extra_keys": [None, None]})],
+        0,
+    ),
+    "V2": (
+        "93cb41d954fc4020000091de000ca474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cf720b6a2c26ad57e4b1706172656e745f626c6f636b5f68617368cfd43b57df56b58fb1a9746f6b656e5f69647394ce0001117005cd012cce00030d40aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797391c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6eaa73657373696f6e5f6964a3732d3101",
+        [stored([HASH_B], [70000, 5, 300, 200000], HASH_1, session_id="s-1", **FULL)],
+        1,
+    ),
+    "V3": (
+        "93cb41d954fc402000009384a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cf720b6a2c26ad57e4a66d656469756da3475055a967726f75705f6964780084a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cfd43b57df56b58fb1a66d656469756da3475055a967726f75705f6964780084a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cf84b146b151d55111a66d656469756da3475055a967726f75705f6964780000",
+        [BlockRemoved([block_hash], "GPU", 0) for block_hash in (HASH_B, HASH_1, HASH_0)],
+        0,
+    ),
+    "V4": (
+        "93cb41d954fc4020000091de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cfbf4c352d2cb69ba9b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739409090909aa626c6f636b5f73697a6504a76c6f72615f696403a66d656469756da3475055a96c6f72615f6e616d65a9616461707465722d61aa65787472615f6b6579739192a9616461707465722d61a874656e616e742d31a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00",
+        [
+            stored(
+                [13784451027614210985],
+                [9] * 4,
+                lora_id=3,
+                lora_name="adapter-a",
+                **FULL | {"extra_keys": [("adapter-a", "tenant-1")]},
+            )
+        ],
+        0,
+    ),
+    "V5": ("93cb41d954fc402000009181a474797065b0416c6c426c6f636b73436c656172656400", [AllBlocksCleared()], 0),
+    "V6": (
+        "93cb41d954fc4020000091de0008a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391c42058d0879dff3800f65f8c5fd449d73048c0f7699dd238a03b84b146b151d55111b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0c0",
+        [stored([DIGEST_0], [1, 2, 3, 4])],
+        None,
+    ),
+}
+
+EVERY_FIELD = stored(
+    [1],
+    [1, 2, 3, 4],
+    locality="LOCAL",
+    ownership="kvcr",
+    session_id="s",
+    lookahead_token_ids=[[5]],
+    kv_cache_spec_sliding_window=8,
+    **FULL,
+)
+
+
+def pack(*elements):
+    return msgspec.msgpack.encode(list(elements))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_batch_is_byte_for_byte_that_of_vllm_both_ways(name):
+    payload, events, rank = GOLDEN[name]
+    assert encode_batch(KVEventBatch(TS, events, rank)).hex() == payload
+    batch = decode_batch(bytes.fromhex(payload))
+    assert (batch.ts, batch.events, batch.data_parallel_rank, batch.num_dropped) == (TS, events, rank, 0)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_array_form_carries_the_same_but_for_the_session(name):
+    _, events, rank = GOLDEN[name]
+    batch = decode_batch(encode_batch_positional(KVEventBatch(TS, events, rank)))
+    for event in events:
+        if isinstance(event, BlockStored):
+            event = msgspec.structs.replace(event, session_id=None)
+        assert batch.events.pop(0) == event
+    assert (batch.events, batch.data_parallel_rank, batch.num_dropped) == ([], rank, 0)
+
+
+def test_the_array_form_is_tag_first_with_trailing_defaults_cut_off():
+    events = [stored([7], [1, 2], block_size=2), BlockRemoved([7], "GPU"), AllBlocksCleared(), EVERY_FIELD]
+    raw = msgspec.msgpack.decode(encode_batch_positional(KVEventBatch(TS, events, 0)))
+    assert raw == [
+        TS,
+        [
+            ["BlockStored", [7], None, [1, 2], 2, None, "GPU"],
+            ["BlockRemoved", [7], "GPU"],
+            ["AllBlocksCleared"],
+            ["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU", None, [None], 0, "full_attention", 8],
+        ],
+        0,
+    ]
+
+
+def test_an_event_without_an_array_form_is_refused():
+    with pytest.raises(InvalidTypeError, match="int has no array form"):
+        encode_batch_positional(KVEventBatch(TS, [3], 0))
+
+
+def test_every_field_survives():
+    batch = decode_batch(encode_batch(KVEventBatch(TS, [EVERY_FIELD], 0)))
+    assert batch.events == [EVERY_FIELD]
+
+
+STORED_MAP = {
+    "block_hashes": [-5],
+    "parent_block_hash": None,
+    "token_ids": [1, 2],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "type": "BlockStored",
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (STORED_MAP | {"unknown": [1]}, stored([-5], [1, 2], block_size=2)),
+        (
+            {
+                "type": "BlockStored",
+                "block_hashes": [1],
+                "parent_block_hash": 0,
+                "token_ids": [],
+                "block_size": 0,
+            },
+            BlockStored([1], 0, [], 0, None, None, None),
+        ),
+        (
+            {"block_hashes": [b"\1" * 32], "medium": None, "type": "BlockRemoved"},
+            BlockRemoved([b"\1" * 32], None),
+        ),
+        ({"block_hashes": [1], "type": "BlockRemoved"}, BlockRemoved([1], None)),
+        (["BlockStored", [1], None, [2], 1], BlockStored([1], None, [2], 1, None, None, None)),
+        (
+            ["BlockStored", [1], None, [2], 1, 3, "CPU", "x", [["x"]], 1, "sliding_window", 64, "new", {}],
+            BlockStored([1], None, [2], 1, 3, "CPU", "x", [("x",)], 1, "sliding_window", 64),
+        ),
+        (["BlockRemoved", [1, 2], "GPU", 1, "full_attention", None], BlockRemoved([1, 2], "GPU", 1)),
+        (["AllBlocksCleared"], AllBlocksCleared()),
+        ({"type": "AllBlocksCleared", "medium": "GPU"}, AllBlocksCleared()),
+    ],
+    ids=str,
+)
+def test_what_other_publishers_send_is_read(raw, expected):
+    batch = decode_batch(pack(TS, [raw], 0))
+    assert (batch.events, batch.num_dropped) == ([expected], 0)
+
+
+@pytest.mark.parametrize(
+    ("payload", "rank"),
+    [
+        (pack(TS, [["AllBlocksCleared"]]), None),
+        (pack(1700000000, [["AllBlocksCleared"]], 3), 3),
+        (pack(TS, [["AllBlocksCleared"]], None), None),
+        (pack(TS, [["AllBlocksCleared"]], 2, {"more": 1}), 2),
+    ],
+)
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_two_to_four_elements_and_integer_times_are_read(payload, rank, form):
+    if form == "map":
+        ts, _, *rest = msgspec.msgpack.decode(payload)
+        payload = pack(ts, [{"type": "AllBlocksCleared"}], *rest)
+    batch = decode_batch(payload)
+    assert (batch.events, batch.data_parallel_rank) == ([AllBlocksCleared()], rank)
+    assert isinstance(batch.ts, float)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"type": "BlockMoved"}, "unknown type 'BlockMoved'"),
+        (["BlockMoved", 1], "unknown type 'BlockMoved'"),
+        ({"block_hashes": [1]}, "unknown type None"),
+        ({"type": ["x"]}, "unknown type"),
+        ([], "neither a map nor an array"),
+        ([[1]], "unknown type"),
+        (7, "neither a map nor an array"),
+        (STORED_MAP | {"block_hashes": "ab"}, "block_hashes"),
+        (STORED_MAP | {"token_ids": [[1, 2]]}, "token_ids"),
+        ({"type": "BlockStored"}, "block_hashes"),
+        (["BlockRemoved"], "block_hashes"),
+    ],
+    ids=str,
+)
+def test_an_event_that_makes_no_sense_is_dropped_and_counted_and_the_others_are_kept(raw, reason):
+    batch = decode_batch(pack(TS, [raw, {"type": "AllBlocksCleared"}, raw], 0))
+    assert batch.events == [AllBlocksCleared()]
+    assert batch.num_dropped == 2
+    assert reason in batch.first_drop_reason
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x00\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        pack(),
+        pack(TS),
+        pack("now", [], 0),
+        pack(True, [], 0),
+        pack(TS, {}, 0),
+        pack(TS, [], "0"),
+        msgspec.msgpack.encode({"ts": TS}),
+        pack(TS, [], 0) + b"\0",
+    ],
+    ids=lambda payload: payload[:12].hex(),
+)
+def test_a_payload_that_is_no_batch_is_a_typed_error(payload):
+    with pytest.raises(EventStreamError, match=f"{len(payload)} bytes is no event batch"):
+        decode_batch(payload)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_damaged_bytes_give_a_batch_or_a_typed_error(seed):
+    rng = random.Random(seed)
+    whole = [bytes.fromhex(payload) for payload, _, _ in GOLDEN.values()]
+    for _ in range(2_000):
+        payload = bytearray(rng.choice(whole))
+        for _ in range(rng.randint(1, 4)):
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del payload[rng.randrange(len(payload)) :]
+        with contextlib.suppress(EventStreamError):
+            decode_batch(bytes(payload))

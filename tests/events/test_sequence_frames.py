@@ -1,0 +1,40 @@
+import pytest
+
+from kv_pool.errors import EventStreamError, InvalidArgumentError
+from kv_pool.events.sequence_frames import (
+    END_OF_REPLAY,
+    MAX_SEQUENCE,
+    make_end_frames,
+    make_live_frames,
+    make_replay_frames,
+    pack_sequence,
+    unpack_sequence,
+)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "frame"),
+    [(0, "0000000000000000"), (258, "0000000000000102"), (MAX_SEQUENCE, "fffffffffffffffe")],
+)
+def test_a_sequence_is_8_bytes_big_endian(sequence, frame):
+    assert pack_sequence(sequence).hex() == frame
+    assert unpack_sequence(bytes.fromhex(frame)) == sequence
+
+
+@pytest.mark.parametrize("sequence", [-1, MAX_SEQUENCE + 1])
+def test_the_end_marker_is_no_sequence_of_a_batch(sequence):
+    with pytest.raises(InvalidArgumentError, match=f"sequence is {sequence}"):
+        pack_sequence(sequence)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00" * 7, b"\x00" * 9])
+def test_a_frame_of_another_length_is_refused(frame):
+    with pytest.raises(EventStreamError, match=f"has {len(frame)} bytes"):
+        unpack_sequence(frame)
+
+
+def test_frames_are_in_the_order_of_the_contract():
+    assert make_live_frames(b"t", 1, b"p") == [b"t", b"\0" * 7 + b"\1", b"p"]
+    assert make_replay_frames(b"id", b"t", 1, b"p") == [b"id", b"", b"t", b"\0" * 7 + b"\1", b"p"]
+    assert make_end_frames(b"id") == [b"id", b"", b"", END_OF_REPLAY, b""]
+    assert unpack_sequence(END_OF_REPLAY) == MAX_SEQUENCE + 1
