@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import or_
 from typing import Any
 
 from kv_pool.core.block_keys import make_external_block_hashes
@@ -16,6 +18,8 @@ PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attentio
 
 _NO_KIND = frozenset({None, "unknown"})
 _MAX_64 = 2**64 - 1
+# Enough that the loop over blocks runs in C, few enough that a miss at the start ends it soon.
+_LOOK_UP_AT_ONCE = 32
 
 
 @dataclass(slots=True)
@@ -283,39 +287,28 @@ class PrefixMirror:
         ]
 
     def _count_leading(
-        self, lookups: Sequence[Callable[[int], int | None]], keys: Sequence[int]
+        self, lookups: Sequence[Callable[[int, int], int]], keys: Sequence[int]
     ) -> dict[str, int]:
         """Per publisher, how many of the first `keys` it holds."""
         found: dict[str, int] = {}
         left = self._all_bits
         position = 0
-        if len(lookups) == 1:
-            for bits in map(lookups[0], keys):
-                if bits is None:
-                    break
+        for start in range(0, len(keys), _LOOK_UP_AT_ONCE):
+            held_by = find_holders(lookups, keys[start : start + _LOOK_UP_AT_ONCE])
+            bits = held_by[0]
+            if held_by.count(bits) == len(held_by) and left & bits == left:
+                position += len(held_by)  # the usual case, without a step for each block
+                continue
+            for bits in held_by:
                 still = left & bits
                 if still != left:
                     if position:
                         self._note(found, left ^ still, position)
                     left = still
                     if not left:
-                        break
+                        return found
                 position += 1
-        else:
-            for key in keys:
-                joined = 0
-                for look_up in lookups:
-                    joined |= look_up(key) or 0
-                still = left & joined
-                if still != left:
-                    if position:
-                        self._note(found, left ^ still, position)
-                    left = still
-                    if not left:
-                        break
-                position += 1
-        if position:
-            self._note(found, left, position)
+        self._note(found, left, position)
         return found
 
     def _note(self, found: dict[str, int], bits: int, position: int) -> None:
@@ -521,6 +514,14 @@ class _Publisher:
                 if token_key is not None:
                     return token_key
         return None
+
+
+def find_holders(lookups: Sequence[Callable[[int, int], int]], keys: Sequence[int]) -> list[int]:
+    """For each key the publishers that hold it in any of the tables, as bits."""
+    held_by = list(map(lookups[0], keys, repeat(0)))
+    for look_up in lookups[1:]:
+        held_by = list(map(or_, held_by, map(look_up, keys, repeat(0))))
+    return held_by
 
 
 def is_prefix_group(group: int, kind: str | None) -> bool:
