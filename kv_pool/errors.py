@@ -19,6 +19,9 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
+| `EndpointError` | `OSError` | an address that cannot be bound or connected to |
+| `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
+| `MissingDependencyError` | `ImportError` | an optional package that is needed; says how to install it |
 
 vLLM v1 asserts in some of these places and raises RuntimeError in others; hence the several bases.
 """
@@ -86,3 +89,15 @@ class TraceError(KVPoolError, ValueError):
 
 class EventStreamError(KVPoolError, ValueError):
     """Bytes from an event stream that are not what they should be: no batch, no sequence, no event."""
+
+
+class EndpointError(KVPoolError, OSError):
+    """An address that cannot be bound or connected to, such as a port in use. Nothing was opened."""
+
+
+class PublisherClosedError(KVPoolError, RuntimeError):
+    """Events for a publisher that was closed. They were not sent."""
+
+
+class MissingDependencyError(KVPoolError, ImportError):
+    """An optional package is needed and not installed; the message says how to install it."""

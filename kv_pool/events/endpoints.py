@@ -1,0 +1,87 @@
+"""ZeroMQ endpoints: who binds, which port a data-parallel rank gets, what is loopback."""
+
+import re
+
+from kv_pool.errors import InvalidArgumentError
+
+MAX_PORT = 65535
+
+_SCHEMES = ("tcp://", "ipc://", "inproc://")
+_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\[\]:]+|::|::1):(?P<port>\d{1,5}|\*)")
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost|\[?::1\]?")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise InvalidArgumentError if this is no endpoint of tcp, ipc or inproc."""
+    if not endpoint.startswith(_SCHEMES):
+        raise InvalidArgumentError(
+            f"endpoint is {endpoint!r}; write tcp://host:port, ipc:///path or inproc://name"
+        )
+    if endpoint.startswith("tcp://"):
+        _, port = _split_tcp(endpoint)
+        if port != "*" and int(port) > MAX_PORT:
+            raise InvalidArgumentError(f"endpoint is {endpoint!r}; a port is at most {MAX_PORT}")
+    elif endpoint in _SCHEMES:
+        raise InvalidArgumentError(f"endpoint is {endpoint!r}; a path or name has to follow")
+
+
+def should_bind(endpoint: str) -> bool:
+    """Does a publisher bind this endpoint, if nobody says otherwise, or connect to it?
+
+    As in vLLM: it binds what contains `*` or `::`, ipc and inproc, and connects to other hosts. One's own
+    loopback and 0.0.0.0 are bound as well, where vLLM would connect to a subscriber that binds them.
+    """
+    if "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
+        return True
+    host, _ = _split_tcp(endpoint)
+    return host == "0.0.0.0" or is_loopback(endpoint)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Can only this machine reach it?"""
+    if not endpoint.startswith("tcp://"):
+        return True
+    host, _ = _split_tcp(endpoint)
+    return _LOOPBACK.fullmatch(host) is not None
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Does its host need ZeroMQ's IPv6 option?"""
+    return endpoint.startswith("tcp://") and "::" in endpoint
+
+
+def offset_endpoint(endpoint: str, rank: int) -> str:
+    """The endpoint of one data-parallel rank: tcp ports count up from rank 0, inproc names get `_dp<rank>`.
+
+    A free port (0 or `*`) is left alone.
+
+    Raises:
+        InvalidArgumentError: rank above 0 on another scheme, or a port beyond 65535.
+    """
+    if rank == 0:
+        return endpoint
+    if endpoint.startswith("inproc://"):
+        return f"{endpoint}_dp{rank}"
+    if not endpoint.startswith("tcp://"):
+        raise InvalidArgumentError(
+            f"endpoint {endpoint!r} has no room for data-parallel rank {rank}; use tcp or inproc, "
+            f"or give each rank a path of its own and rank 0"
+        )
+    host, port = _split_tcp(endpoint)
+    if port in ("0", "*"):
+        return endpoint
+    if int(port) + rank > MAX_PORT:
+        raise InvalidArgumentError(
+            f"endpoint {endpoint!r} with data-parallel rank {rank} is port {int(port) + rank}; "
+            f"a port is at most {MAX_PORT}"
+        )
+    return f"tcp://{host}:{int(port) + rank}"
+
+
+def _split_tcp(endpoint: str) -> tuple[str, str]:
+    match = _TCP.fullmatch(endpoint)
+    if match is None:
+        raise InvalidArgumentError(
+            f"endpoint is {endpoint!r}; write tcp://host:port, port 0 for a free one, IPv6 in brackets"
+        )
+    return match["host"], match["port"]

@@ -1,0 +1,335 @@
+"""`ZMQEventPublisher`: a pool's events, over ZeroMQ, as vLLM 0.33 publishes them."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
+from kv_pool.errors import PublisherClosedError
+from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherStatistics
+from kv_pool.events.replay_buffer import ReplayBuffer
+from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.sequence_frames import make_live_frames
+from kv_pool.events.snapshot import CHUNK_EVENTS, ResidentState, Snapshot
+from kv_pool.events.sockets import PublisherSockets
+
+_logger = logging.getLogger(__name__)
+
+
+class _Published(NamedTuple):
+    """A batch on its way to the publisher's thread. `number` counts calls of `publish`, dropped ones too."""
+
+    number: int
+    ts: float
+    events: list[KVCacheEvent]
+
+
+_WAKE = None
+"""Stands in the queue for "look what else there is to do"."""
+
+
+class ZMQEventPublisher:
+    """Sends a pool's events to subscribers, and the batches they missed to those who ask.
+
+        with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5558")) as publisher:
+            ...
+            publisher.publish(pool.take_events())   # after each step
+
+    ```text
+    pool's thread       publish() --> queue of max_queue_size batches
+    publisher's thread  queue --> state.apply --> encode --> PUB socket, replay buffer
+    replay thread       ROUTER socket <-- replay buffer; a snapshot by way of the publisher's thread
+    ```
+
+    What is lost on the way does not pass unnoticed: a batch that was dropped, or could not be encoded, leaves
+    a hole in the sequence. A state that has missed a batch begins anew: the next one starts with
+    `AllBlocksCleared`, and readers know too few blocks for a while instead of wrong ones for good.
+
+    Args:
+        config: see `PublisherConfig`.
+        state: changes what is sent, and knows what is resident; used on the publisher's thread only. None:
+            events are sent as they are, and a replay request that is too old gets what is left, as in vLLM.
+        clock: seconds since the epoch.
+
+    Attributes:
+        endpoint, replay_endpoint: with the real port in place of 0.
+
+    Raises:
+        EndpointError: an endpoint in use, or one that cannot be bound or connected to.
+        InvalidArgumentError: a key file that can not be used.
+        MissingDependencyError: when this module is imported without pyzmq.
+    """
+
+    def __init__(
+        self,
+        config: PublisherConfig,
+        state: ResidentState | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self._state = state
+        self._clock = clock
+        self._encode = encode_batch_positional if config.positional else encode_batch
+        self._topic = config.topic.encode()
+
+        self._publishing = threading.Lock()
+        self._closing = threading.Lock()
+        self._queue: SimpleQueue[_Published | None] = SimpleQueue()
+        self._max_queue_size = config.max_queue_size
+        self._next_number = 0
+        self._is_closed = False
+        self._give_up_s = float("inf")
+
+        first_sequence = int(clock() * 1_000_000) if config.first_sequence == "clock" else 0
+        self._first_sequence = first_sequence
+        self._expected_number = 0
+        self._must_clear = False
+        self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
+
+        self._num_batches_sent = 0
+        self._num_events_sent = 0
+        self._num_bytes_sent = 0
+        self._num_heartbeats = 0
+        self._num_batches_dropped = 0
+        self._num_events_dropped = 0
+        self._num_batches_failed = 0
+        self._num_events_failed = 0
+
+        self._sockets = PublisherSockets(config)
+        self.endpoint: str | None = self._sockets.endpoint
+        self.replay_endpoint = self._sockets.replay_endpoint
+        self._replay_server: ReplayServer | None = None
+        if self._sockets.replay is not None:
+            self._replay_server = ReplayServer(
+                self._sockets.context,
+                self._sockets.replay,
+                self._buffer,
+                self._topic,
+                config.data_parallel_rank,
+                self._encode,
+                None if state is None else self._wake,
+            )
+            self._replay_server.start()
+        self._thread = threading.Thread(target=self._run, name="kv_pool event publisher", daemon=True)
+        self._thread.start()
+
+    # ---- the pool's thread ---------------------------------------------------------------------------
+
+    def publish(self, events: list[KVCacheEvent]) -> None:
+        """Hand over the events of one scheduler step, as one batch; they belong to the publisher now.
+
+        No events, no batch. Never waits for a socket, an encoder or a reader. Any thread may call it; what
+        one thread publishes is sent in its order.
+
+        Raises:
+            PublisherClosedError: after `close()`.
+        Cost: O(1), whatever is in the list.
+        """
+        if not events:
+            return
+        with self._publishing:
+            if self._is_closed:
+                raise PublisherClosedError(f"{len(events)} events came after close(); none of them is sent")
+            number = self._next_number
+            self._next_number = number + 1
+            if self._queue.qsize() >= self._max_queue_size and not self._make_room(events):
+                return
+            self._queue.put(_Published(number, self._clock(), events))
+
+    def _make_room(self, events: list[KVCacheEvent]) -> bool:
+        """Drop the oldest batch, or say that these events are to be dropped; count it either way."""
+        if self.config.when_full == "drop_newest":
+            self._count_dropped(events)
+            return False
+        try:
+            oldest = self._queue.get_nowait()
+        except Empty:
+            return True
+        if oldest is not _WAKE:
+            self._count_dropped(oldest.events)
+        return True
+
+    def _count_dropped(self, events: list[KVCacheEvent]) -> None:
+        self._num_batches_dropped += 1
+        self._num_events_dropped += _count(events)
+        if _is_power_of_two(self._num_batches_dropped):
+            _logger.warning(
+                "%d batches of events dropped so far, %d wait to be sent; a larger max_queue_size holds more",
+                self._num_batches_dropped,
+                self._queue.qsize(),
+            )
+
+    # ---- from outside --------------------------------------------------------------------------------
+
+    def statistics(self) -> PublisherStatistics:
+        """The numbers so far; a batch under way may be in some of them and not in others yet."""
+        server = self._replay_server
+        last_sequence = self._buffer.last_sequence
+        return PublisherStatistics(
+            num_batches_sent=self._num_batches_sent,
+            num_events_sent=self._num_events_sent,
+            num_bytes_sent=self._num_bytes_sent,
+            num_heartbeats=self._num_heartbeats,
+            num_batches_dropped=self._num_batches_dropped,
+            num_events_dropped=self._num_events_dropped,
+            num_batches_failed=self._num_batches_failed,
+            num_events_failed=self._num_events_failed + (server.num_events_failed if server else 0),
+            num_replays=server.num_replays if server else 0,
+            num_snapshots=server.num_snapshots if server else 0,
+            num_replays_abandoned=server.num_abandoned if server else 0,
+            num_malformed_requests=server.num_malformed if server else 0,
+            num_queued=self._queue.qsize(),
+            last_sequence=last_sequence if last_sequence >= self._first_sequence else None,
+        )
+
+    def close(self) -> None:
+        """Send what was published so far, wait for it to leave, and stop. Does nothing the second time.
+
+        Takes up to `linger_s` for what is queued here and as long again for what ZeroMQ holds for subscribers
+        that are behind; what is left then is dropped, the first part of it counted.
+        """
+        with self._closing:
+            if self._is_closed:
+                return
+            with self._publishing:
+                self._is_closed = True
+                self._give_up_s = time.monotonic() + self.config.linger_s
+                self._queue.put(_WAKE)
+            self._thread.join()
+            self._sockets.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- the publisher's thread ----------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._queue.put(_WAKE)
+
+    def _run(self) -> None:
+        heartbeat_s = self.config.heartbeat_s
+        sent_s = time.monotonic()
+        while True:
+            try:
+                wait_s = None if heartbeat_s is None else max(0.0, sent_s + heartbeat_s - time.monotonic())
+                published = self._queue.get(timeout=wait_s)
+            except Empty:
+                self._send_heartbeat()
+                sent_s = time.monotonic()
+                continue
+            if published is not _WAKE:
+                if time.monotonic() < self._give_up_s:
+                    self._handle(published)
+                    sent_s = time.monotonic()
+                else:
+                    self._count_dropped(published.events)
+            elif self._is_closed and self._queue.empty():
+                break
+            if self._replay_server is not None and self._replay_server.waiting:
+                self._deliver_snapshot(self._replay_server)
+        if self._replay_server is not None:
+            self._replay_server.stop()
+        self._sockets.live.close()
+
+    def _handle(self, published: _Published) -> None:
+        """Send one batch, or leave a hole where it would have been. Never raises."""
+        num_lost = published.number - self._expected_number
+        self._expected_number = published.number + 1
+        if num_lost:
+            self._buffer.leave_hole(self._buffer.last_sequence + num_lost)
+            self._must_clear = True
+        sequence = self._buffer.last_sequence + 1
+        events = published.events
+        try:
+            events = self._apply(events)
+            if events or self._state is None:
+                self._send(published.ts, events)
+        except Exception:
+            # One bad event must not end the stream: this batch is a hole, the next one is sent.
+            if self._buffer.last_sequence < sequence:
+                self._buffer.leave_hole(sequence)
+            self._num_batches_failed += 1
+            self._num_events_failed += _count(events)
+            if _is_power_of_two(self._num_batches_failed):
+                _logger.exception("%d batches of events could not be sent so far", self._num_batches_failed)
+
+    def _apply(self, events: list[KVCacheEvent]) -> list[KVCacheEvent]:
+        """What to send for these events: with kinds, and as the state wants it."""
+        for event in events:
+            self._add_kind(event)
+        if self._state is None:
+            return events
+        if self._must_clear:
+            events = [AllBlocksCleared(), *events]
+        self._must_clear = True  # if the state raises it has lost track
+        sent = self._state.apply(events)
+        self._must_clear = False
+        return sent
+
+    def _add_kind(self, event: Any) -> None:
+        # By attribute and not by class: connectors bring classes of their own.
+        group_id = getattr(event, "group_idx", None)
+        if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
+            return
+        groups = self.config.groups
+        if 0 <= group_id < len(groups):
+            event.kv_cache_spec_kind = groups[group_id].kind
+            event.kv_cache_spec_sliding_window = groups[group_id].sliding_window
+        else:
+            event.kv_cache_spec_kind = "unknown"
+
+    def _send(self, ts: float, events: list[KVCacheEvent]) -> None:
+        """Encode, keep for replay, send. Raises what the encoder raises; nothing was sent then."""
+        payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
+        sequence = self._buffer.last_sequence + 1
+        frames = make_live_frames(self._topic, sequence, payload)
+        # Kept first: who has seen a batch live can ask for it.
+        self._buffer.append(sequence, payload)
+        self._sockets.live.send_multipart(frames)
+        self._num_batches_sent += 1
+        self._num_events_sent += len(events)
+        self._num_bytes_sent += len(payload)
+
+    def _send_heartbeat(self) -> None:
+        try:
+            self._send(self._clock(), [])
+            self._num_heartbeats += 1
+        except Exception:
+            _logger.exception("a heartbeat could not be sent")
+
+    def _deliver_snapshot(self, server: ReplayServer) -> None:
+        """List what is resident, for everyone who waits for it by now; it is encoded on the replay thread."""
+        waiting = []
+        while server.waiting:
+            waiting.append(server.waiting.popleft())
+        chunks = None
+        try:
+            if self._state is not None:
+                chunks = list(self._state.list_resident(CHUNK_EVENTS))
+        except Exception:
+            _logger.exception("the state can not tell what is resident; readers get what the buffer has")
+        server.deliver(Snapshot(self._buffer.last_sequence, self._clock(), chunks, waiting))
+
+
+def _count(events: Any) -> int:
+    """How many events there are; what is no list, and not to be published, counts as one."""
+    return len(events) if isinstance(events, list) else 1
+
+
+def _is_power_of_two(number: int) -> bool:
+    """For what may happen a million times: log it the 1st, 2nd, 4th, 8th time."""
+    return number & (number - 1) == 0

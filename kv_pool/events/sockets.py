@@ -1,0 +1,136 @@
+"""The sockets of a publisher: opened both or none, encrypted where that was asked for."""
+
+from typing import TYPE_CHECKING
+
+from kv_pool.errors import EndpointError, InvalidArgumentError
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.endpoints import is_ipv6, should_bind
+from kv_pool.events.zmq_module import zmq
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+MAX_RECEIVED_BYTES = 4096
+"""Of one frame from outside, which is a subscription or a number; a peer that sends more is cut off."""
+
+
+class PublisherSockets:
+    """A PUB socket for live batches and, if replay is configured, a ROUTER.
+
+    They are in a ZeroMQ context of their own; with an inproc endpoint in `zmq.Context.instance()`, in which
+    others can find them. Each is used and closed by one thread at a time; `end` comes after that.
+
+    Attributes:
+        context, live, replay: the sockets and theirs; `replay` may be None.
+        endpoint, replay_endpoint: with the real port in place of 0.
+
+    Raises:
+        EndpointError: an address that can not be bound or connected to. Nothing is left open.
+        InvalidArgumentError: a key file that can not be used. Nothing is left open.
+    """
+
+    def __init__(self, config: PublisherConfig) -> None:
+        endpoint, replay_endpoint = config.rank_endpoint, config.rank_replay_endpoint
+        endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
+        self._is_shared = any(address.startswith("inproc://") for address in endpoints)
+        self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._opened: list[zmq.SyncSocket] = []
+        try:
+            self._keys = _load_keys(config.curve_secret_key_file)
+            if config.curve_client_keys_dir is not None:
+                self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
+            self.live = self._open(zmq.PUB, endpoints, config.linger_s, config.hwm)
+            self.endpoint = self._attach(
+                self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
+            )
+            self.replay: zmq.SyncSocket | None = None
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                # Room for two whole replays: a reader that has two unread is not sent a third.
+                self.replay = self._open(
+                    zmq.ROUTER, endpoints, config.linger_s, 2 * (config.buffer_steps + 1)
+                )
+                # Without this what a reader has no room for is lost in silence, the end marker included.
+                self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.replay_endpoint = self._attach(self.replay, replay_endpoint, binds=True)
+        except BaseException:
+            for socket in self._opened:
+                socket.close(linger=0)
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Wait until what the closed sockets still had is sent, for `linger_s` at most."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        if not self._is_shared:
+            self.context.term()
+
+    def _open(self, kind: int, endpoints: list[str], linger_s: float, hwm: int) -> "zmq.SyncSocket":
+        socket = self.context.socket(kind)
+        self._opened.append(socket)
+        socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
+        socket.setsockopt(zmq.SNDHWM, hwm)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
+        socket.setsockopt(zmq.IPV6, any(map(is_ipv6, endpoints)))
+        if self._keys is not None:
+            public_key, secret_key = self._keys
+            socket.curve_server = True
+            socket.curve_publickey = public_key
+            socket.curve_secretkey = secret_key
+        return socket
+
+    def _attach(self, socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
+        """Bind or connect; the endpoint as others can reach it."""
+        try:
+            if not binds:
+                socket.connect(endpoint)
+                return endpoint
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            verb = "bind" if binds else "connect to"
+            way_out = (
+                "is another publisher running? Take another port, or 0 for a free one"
+                if error.errno == zmq.EADDRINUSE
+                else "a publisher binds an address of this machine and connects to one of another"
+            )
+            raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
+        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def _load_keys(path: str | None) -> tuple[bytes, bytes] | None:
+    """The server's public and secret key, None without a file."""
+    if path is None:
+        return None
+    import zmq.auth
+
+    if not zmq.has("curve"):
+        raise InvalidArgumentError(
+            "this libzmq has no CURVE; leave curve_secret_key_file out, or install another"
+        )
+    try:
+        public_key, secret_key = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"curve_secret_key_file {path}: {error}") from error
+    if secret_key is None or len(secret_key) != 40 or len(public_key) != 40:
+        raise InvalidArgumentError(
+            f"curve_secret_key_file {path} has no pair of keys; "
+            f"the .key_secret file that zmq.auth.create_certificates writes has one"
+        )
+    return public_key, secret_key
+
+
+def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":
+    """Admit the readers whose public keys are in a directory, and nobody else."""
+    from zmq.auth.thread import ThreadAuthenticator
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    try:
+        authenticator.configure_curve(domain="*", location=keys_dir)
+    except Exception as error:
+        authenticator.stop()
+        raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
+    return authenticator
