@@ -260,7 +260,7 @@ class KVEventSubscriber:
         """Until a socket may have something. ZeroMQ's descriptors say so, without sockets of another kind."""
         loop = asyncio.get_running_loop()
         has_news = asyncio.Event()
-        descriptors = [one.FD for one in self._sockets()]
+        descriptors: list[int] = [int(one.FD) for one in self._sockets()]
         descriptors.append(self._wake_reader.fileno())
         for descriptor in descriptors:
             loop.add_reader(descriptor, has_news.set)
