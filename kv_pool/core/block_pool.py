@@ -30,6 +30,8 @@ class BlockPool(BlockPoolCore):
         medium: GPU, CPU or STORAGE; goes into the events.
         event_types: the classes of the events, where the engine has its own.
         use_int_block_hashes: events carry the last 8 bytes of a hash as an integer; False: all its bytes.
+        dense_events: each `BlockStored` has the tokens of its blocks and no others: where null or masked
+            blocks lie between them, there are several. False, as in vLLM: one, whose tokens span them.
 
     Attributes:
         blocks: all blocks; a block's id is its index.

@@ -54,6 +54,10 @@ class BlockStored(KVCacheEvent):
     lookahead_token_ids: list[list[int]] | None = None
 
 
+class BlockReported(BlockStored, tag="BlockStored"):
+    """A `BlockStored` of blocks that a request hit: no block was cached for it. On the wire just that."""
+
+
 class BlockRemoved(KVCacheEvent):
     """A block no longer carries this hash. Another copy may still serve hits (as in vLLM)."""
 
@@ -71,13 +75,15 @@ class AllBlocksCleared(KVCacheEvent):
 class KVEventTypes(NamedTuple):
     """The classes a pool makes its events of; an engine that tests for its own classes supplies them.
 
-    `stored` is called with the fields of `BlockStored` by name, `removed` with the first three of
-    `BlockRemoved` by position, `cleared` with nothing.
+    `stored` and `reported` are called with the fields of `BlockStored` by name, `removed` with the first
+    three of `BlockRemoved` by position, `cleared` with nothing. Without `reported`, hits are announced by
+    `stored`, and no one can tell them from blocks that were cached.
     """
 
     stored: Any = BlockStored
     removed: Any = BlockRemoved
     cleared: Any = AllBlocksCleared
+    reported: Any = None
 
 
-KV_EVENT_TYPES = KVEventTypes()
+KV_EVENT_TYPES = KVEventTypes(reported=BlockReported)

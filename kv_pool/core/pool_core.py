@@ -36,6 +36,7 @@ class BlockPoolCore(PrefixCache):
         *,
         event_types: KVEventTypes = KV_EVENT_TYPES,
         use_int_block_hashes: bool = True,
+        dense_events: bool = False,
     ) -> None:
         if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 1:
             raise InvalidArgumentError(
@@ -51,6 +52,7 @@ class BlockPoolCore(PrefixCache):
             medium,
             event_types,
             use_int_block_hashes,
+            dense_events,
         )
         self.num_gpu_blocks: int = num_gpu_blocks
         self.enable_caching: bool = enable_caching

@@ -45,6 +45,7 @@ class PrefixCache:
         medium: str,
         event_types: KVEventTypes,
         use_int_block_hashes: bool,
+        dense_events: bool,
     ) -> None:
         if not isinstance(hash_block_size, int) or hash_block_size < 1:
             raise InvalidArgumentError(
@@ -58,7 +59,9 @@ class PrefixCache:
         self._stored_type: Any = event_types.stored
         self._removed_type: Any = event_types.removed
         self._cleared_type: Any = event_types.cleared
+        self._reported_type: Any = event_types.reported or event_types.stored
         self.use_int_block_hashes: bool = use_int_block_hashes
+        self.dense_events: bool = dense_events
         self.num_evictions: int = 0
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
@@ -189,7 +192,8 @@ class PrefixCache:
 
         Null and masked blocks are skipped. A block that is cached already is keyed anew if its old hash
         covers fewer tokens (promotion; one `BlockRemoved`). Caches whatever `enable_caching` says.
-        With events on and a range that is not empty: exactly one `BlockStored`, after the removals.
+        With events on and a range that is not empty: exactly one `BlockStored`, after the removals; with
+        `dense_events`, one for each part of the range without skipped blocks.
 
         Raises:
             InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
@@ -245,6 +249,7 @@ class PrefixCache:
 
         # Built before anything changes, since it reads the request; appended after the removals.
         event: KVCacheEvent | None = None
+        dense_events: list[KVCacheEvent] = []
         if self.enable_kv_cache_events:
             parent: BlockHash | None = None
             if num_cached_blocks:
@@ -255,13 +260,21 @@ class PrefixCache:
                     None if range_blocks[position].is_null else block_hash
                     for position, block_hash in enumerate(hashes)
                 ]
-            event = self._make_stored(
-                request, stored, parent, num_cached_blocks * block_size, block_size, kv_cache_group_id
-            )
+            start = num_cached_blocks * block_size
+            if num_skipped and self.dense_events:
+                dense_events = self._make_dense(
+                    request, stored, hashes, parent, start, block_size, kv_cache_group_id
+                )
+            else:
+                event = self._make_stored(
+                    request, stored, parent, start, block_size, kv_cache_group_id, self._stored_type
+                )
         before = blocks[num_cached_blocks - 1] if num_cached_blocks else self.blocks[0]
         add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
         if event is not None:
             self.kv_event_queue.append(event)
+        elif dense_events:
+            self.kv_event_queue.extend(dense_events)
 
     def _hashes_of(self, request: CacheableRequest, first: int, end: int, block_size: int) -> list[BlockHash]:
         """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
@@ -296,7 +309,9 @@ class PrefixCache:
         if not self.enable_kv_cache_events or num_cached_blocks <= 0:
             return
         hashes: list[BlockHash | None] = [*self._hashes_of(request, 0, num_cached_blocks, block_size)]
-        event = self._make_stored(request, hashes, None, 0, block_size, kv_cache_group_id)
+        event = self._make_stored(
+            request, hashes, None, 0, block_size, kv_cache_group_id, self._reported_type
+        )
         self.kv_event_queue.append(event)
 
     def cache_partial_block(
@@ -357,7 +372,13 @@ class PrefixCache:
             if num_units > 1:
                 (parent,) = self._hashes_of(request, num_units - 2, num_units - 1, unit)
             event = self._make_stored(
-                request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id
+                request,
+                [block_hash],
+                parent,
+                num_tokens - unit,
+                unit,
+                kv_cache_group_id,
+                self._stored_type,
             )
         if replace_existing_hashes or (covered is not None and covered < num_tokens):
             evict(self, block)
@@ -413,6 +434,37 @@ class PrefixCache:
         for key in keys:
             self._insert_block_hash(key, dst_block, num_tokens)
 
+    def _make_dense(
+        self,
+        request: CacheableRequest,
+        stored: list[BlockHash | None],
+        hashes: list[BlockHash],
+        parent: BlockHash | None,
+        start: int,
+        block_size: int,
+        group_id: int,
+    ) -> list[KVCacheEvent]:
+        """One event for each part of `stored` without None; its parent is the block before in the sequence.
+
+        `hashes` are those of all blocks, skipped ones included; `parent` is the one before the first.
+        """
+        events: list[KVCacheEvent] = []
+        part: list[BlockHash | None] = []
+        for end, block_hash in enumerate([*stored, None]):
+            if block_hash is not None:
+                part.append(block_hash)
+            elif part:
+                first = end - len(part)
+                before = hashes[first - 1] if first else parent
+                first_token = start + first * block_size
+                events.append(
+                    self._make_stored(
+                        request, part, before, first_token, block_size, group_id, self._stored_type
+                    )
+                )
+                part = []
+        return events
+
     def _make_stored(
         self,
         request: CacheableRequest,
@@ -421,6 +473,7 @@ class PrefixCache:
         start: int,
         block_size: int,
         group_id: int,
+        make_event: Any,
     ) -> KVCacheEvent:
         """The one `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
 
@@ -444,7 +497,7 @@ class PrefixCache:
                 first = after
         token_ids = request.all_token_ids[start:end]
         lora = request.lora_request
-        event: KVCacheEvent = self._stored_type(
+        event: KVCacheEvent = make_event(
             block_hashes=make_external_block_hashes(stored, 0) if self.use_int_block_hashes else stored,
             parent_block_hash=None if parent is None else self._make_external_hash(parent),
             token_ids=token_ids if isinstance(token_ids, list) else list(token_ids),

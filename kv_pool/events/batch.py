@@ -128,7 +128,8 @@ _LATER_FIELDS = ("lora_id", "medium", "lora_name")
 
 
 def _list_positional(event: Any) -> list[Any]:
-    name = type(event).__name__
+    # By its tag, as msgspec writes it, so that classes of other packages do.
+    name = event.__struct_config__.tag if isinstance(event, msgspec.Struct) else type(event).__name__
     if name not in _POSITIONS:
         raise InvalidTypeError(f"{name} has no array form; it exists for {', '.join(_POSITIONS)}")
     fields = [name, *(getattr(event, field) for field in _POSITIONS[name])]

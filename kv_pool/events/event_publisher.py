@@ -13,8 +13,8 @@ class PublisherStatistics:
     """What a publisher has done so far; all but the last two only grow.
 
     Attributes:
-        num_batches_sent, num_events_sent, num_bytes_sent: live, heartbeats included; bytes of payloads.
-        num_heartbeats: empty batches among them.
+        num_batches_sent, num_events_sent, num_bytes_sent: live; bytes of payloads.
+        num_empty_batches_sent: among them: heartbeats, and steps of which the state had nothing to tell.
         num_batches_dropped, num_events_dropped: by a full queue, or not sent before `close()` gave up.
         num_batches_failed, num_events_failed: could not be encoded, or the state refused them.
         num_replays: replay requests that got their end marker.
@@ -28,7 +28,7 @@ class PublisherStatistics:
     num_batches_sent: int = 0
     num_events_sent: int = 0
     num_bytes_sent: int = 0
-    num_heartbeats: int = 0
+    num_empty_batches_sent: int = 0
     num_batches_dropped: int = 0
     num_events_dropped: int = 0
     num_batches_failed: int = 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import PublisherClosedError
@@ -15,23 +15,19 @@ from kv_pool.events.config import PublisherConfig
 from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import make_live_frames
-from kv_pool.events.snapshot import CHUNK_EVENTS, ResidentState, Snapshot
 from kv_pool.events.sockets import PublisherSockets
 
 _logger = logging.getLogger(__name__)
 
 
-class _Published(NamedTuple):
-    """A batch on its way to the publisher's thread. `number` counts calls of `publish`, dropped ones too."""
+_Published = tuple[int, float, list[KVCacheEvent]]
+"""A batch on its way to the publisher's thread: how many were published before it, dropped ones included;
+when; its events. A plain tuple, since the pool's thread makes it."""
 
-    number: int
-    ts: float
-    events: list[KVCacheEvent]
-
-
-_WAKE = None
-"""Stands in the queue for "look what else there is to do"."""
+_CLOSE = None
+"""Stands in the queue behind the last batch."""
 
 
 class ZMQEventPublisher:
@@ -44,7 +40,7 @@ class ZMQEventPublisher:
     ```text
     pool's thread       publish() --> queue of max_queue_size batches
     publisher's thread  queue --> state.apply --> encode --> PUB socket, replay buffer
-    replay thread       ROUTER socket <-- replay buffer; a snapshot by way of the publisher's thread
+    replay thread       replay buffer, state.iter_snapshot --> ROUTER socket
     ```
 
     What is lost on the way does not pass unnoticed: a batch that was dropped, or could not be encoded, leaves
@@ -53,7 +49,7 @@ class ZMQEventPublisher:
 
     Args:
         config: see `PublisherConfig`.
-        state: changes what is sent, and knows what is resident; used on the publisher's thread only. None:
+        state: changes what is sent, and knows what is resident; the publisher's alone from now on. None:
             events are sent as they are, and a replay request that is too old gets what is left, as in vLLM.
         clock: seconds since the epoch.
 
@@ -91,11 +87,13 @@ class ZMQEventPublisher:
         self._expected_number = 0
         self._must_clear = False
         self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
+        if state is not None:
+            state.apply([], first_sequence - 1)
 
         self._num_batches_sent = 0
         self._num_events_sent = 0
         self._num_bytes_sent = 0
-        self._num_heartbeats = 0
+        self._num_empty_batches_sent = 0
         self._num_batches_dropped = 0
         self._num_events_dropped = 0
         self._num_batches_failed = 0
@@ -110,10 +108,11 @@ class ZMQEventPublisher:
                 self._sockets.context,
                 self._sockets.replay,
                 self._buffer,
+                state,
                 self._topic,
                 config.data_parallel_rank,
                 self._encode,
-                None if state is None else self._wake,
+                clock,
             )
             self._replay_server.start()
         self._thread = threading.Thread(target=self._run, name="kv_pool event publisher", daemon=True)
@@ -133,14 +132,17 @@ class ZMQEventPublisher:
         """
         if not events:
             return
-        with self._publishing:
+        # `with` takes twice as long here; benchmarks/bench_event_stream.py
+        self._publishing.acquire()
+        try:
             if self._is_closed:
-                raise PublisherClosedError(f"{len(events)} events came after close(); none of them is sent")
+                raise PublisherClosedError("events came after close(); they are not sent")
             number = self._next_number
             self._next_number = number + 1
-            if self._queue.qsize() >= self._max_queue_size and not self._make_room(events):
-                return
-            self._queue.put(_Published(number, self._clock(), events))
+            if self._queue.qsize() < self._max_queue_size or self._make_room(events):
+                self._queue.put((number, self._clock(), events))
+        finally:
+            self._publishing.release()
 
     def _make_room(self, events: list[KVCacheEvent]) -> bool:
         """Drop the oldest batch, or say that these events are to be dropped; count it either way."""
@@ -151,8 +153,8 @@ class ZMQEventPublisher:
             oldest = self._queue.get_nowait()
         except Empty:
             return True
-        if oldest is not _WAKE:
-            self._count_dropped(oldest.events)
+        if oldest is not _CLOSE:
+            self._count_dropped(oldest[2])
         return True
 
     def _count_dropped(self, events: list[KVCacheEvent]) -> None:
@@ -175,7 +177,7 @@ class ZMQEventPublisher:
             num_batches_sent=self._num_batches_sent,
             num_events_sent=self._num_events_sent,
             num_bytes_sent=self._num_bytes_sent,
-            num_heartbeats=self._num_heartbeats,
+            num_empty_batches_sent=self._num_empty_batches_sent,
             num_batches_dropped=self._num_batches_dropped,
             num_events_dropped=self._num_events_dropped,
             num_batches_failed=self._num_batches_failed,
@@ -200,7 +202,7 @@ class ZMQEventPublisher:
             with self._publishing:
                 self._is_closed = True
                 self._give_up_s = time.monotonic() + self.config.linger_s
-                self._queue.put(_WAKE)
+                self._queue.put(_CLOSE)
             self._thread.join()
             self._sockets.end()
 
@@ -217,9 +219,6 @@ class ZMQEventPublisher:
 
     # ---- the publisher's thread ----------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        self._queue.put(_WAKE)
-
     def _run(self) -> None:
         heartbeat_s = self.config.heartbeat_s
         sent_s = time.monotonic()
@@ -228,36 +227,38 @@ class ZMQEventPublisher:
                 wait_s = None if heartbeat_s is None else max(0.0, sent_s + heartbeat_s - time.monotonic())
                 published = self._queue.get(timeout=wait_s)
             except Empty:
-                self._send_heartbeat()
+                self._handle(self._clock(), [])
                 sent_s = time.monotonic()
                 continue
-            if published is not _WAKE:
-                if time.monotonic() < self._give_up_s:
-                    self._handle(published)
-                    sent_s = time.monotonic()
-                else:
-                    self._count_dropped(published.events)
-            elif self._is_closed and self._queue.empty():
+            if published is _CLOSE:
                 break
-            if self._replay_server is not None and self._replay_server.waiting:
-                self._deliver_snapshot(self._replay_server)
+            number, ts, events = published
+            if time.monotonic() >= self._give_up_s:
+                self._count_dropped(events)
+                continue
+            if number > self._expected_number:
+                self._skip(number - self._expected_number)
+            self._expected_number = number + 1
+            self._handle(ts, events)
+            sent_s = time.monotonic()
         if self._replay_server is not None:
             self._replay_server.stop()
         self._sockets.live.close()
 
-    def _handle(self, published: _Published) -> None:
+    def _skip(self, num_batches: int) -> None:
+        """Leave a hole in place of batches that were dropped."""
+        self._buffer.leave_hole(self._buffer.last_sequence + num_batches)
+        self._must_clear = True
+
+    def _handle(self, ts: float, events: list[KVCacheEvent]) -> None:
         """Send one batch, or leave a hole where it would have been. Never raises."""
-        num_lost = published.number - self._expected_number
-        self._expected_number = published.number + 1
-        if num_lost:
-            self._buffer.leave_hole(self._buffer.last_sequence + num_lost)
-            self._must_clear = True
         sequence = self._buffer.last_sequence + 1
-        events = published.events
         try:
-            events = self._apply(events)
-            if events or self._state is None:
-                self._send(published.ts, events)
+            if self._state is not None:
+                events = self._apply(self._state, events, sequence)
+            else:
+                self._add_kinds(events)
+            self._send(ts, events, sequence)
         except Exception:
             # One bad event must not end the stream: this batch is a hole, the next one is sent.
             if self._buffer.last_sequence < sequence:
@@ -267,18 +268,26 @@ class ZMQEventPublisher:
             if _is_power_of_two(self._num_batches_failed):
                 _logger.exception("%d batches of events could not be sent so far", self._num_batches_failed)
 
-    def _apply(self, events: list[KVCacheEvent]) -> list[KVCacheEvent]:
-        """What to send for these events: with kinds, and as the state wants it."""
-        for event in events:
-            self._add_kind(event)
-        if self._state is None:
-            return events
+    def _apply(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
+        """What to send for these events: with kinds, and as the state wants it.
+
+        The batch is sent even when that is nothing: a snapshot taken from now on says that it has it.
+        """
         if self._must_clear:
             events = [AllBlocksCleared(), *events]
-        self._must_clear = True  # if the state raises it has lost track
-        sent = self._state.apply(events)
+        try:
+            self._add_kinds(events)
+            sent = state.apply(events, sequence)
+        except Exception:
+            self._must_clear = True
+            state.apply([], sequence)
+            raise
         self._must_clear = False
         return sent
+
+    def _add_kinds(self, events: list[KVCacheEvent]) -> None:
+        for event in events:
+            self._add_kind(event)
 
     def _add_kind(self, event: Any) -> None:
         # By attribute and not by class: connectors bring classes of their own.
@@ -292,10 +301,9 @@ class ZMQEventPublisher:
         else:
             event.kv_cache_spec_kind = "unknown"
 
-    def _send(self, ts: float, events: list[KVCacheEvent]) -> None:
+    def _send(self, ts: float, events: list[KVCacheEvent], sequence: int) -> None:
         """Encode, keep for replay, send. Raises what the encoder raises; nothing was sent then."""
         payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
-        sequence = self._buffer.last_sequence + 1
         frames = make_live_frames(self._topic, sequence, payload)
         # Kept first: who has seen a batch live can ask for it.
         self._buffer.append(sequence, payload)
@@ -303,26 +311,7 @@ class ZMQEventPublisher:
         self._num_batches_sent += 1
         self._num_events_sent += len(events)
         self._num_bytes_sent += len(payload)
-
-    def _send_heartbeat(self) -> None:
-        try:
-            self._send(self._clock(), [])
-            self._num_heartbeats += 1
-        except Exception:
-            _logger.exception("a heartbeat could not be sent")
-
-    def _deliver_snapshot(self, server: ReplayServer) -> None:
-        """List what is resident, for everyone who waits for it by now; it is encoded on the replay thread."""
-        waiting = []
-        while server.waiting:
-            waiting.append(server.waiting.popleft())
-        chunks = None
-        try:
-            if self._state is not None:
-                chunks = list(self._state.list_resident(CHUNK_EVENTS))
-        except Exception:
-            _logger.exception("the state can not tell what is resident; readers get what the buffer has")
-        server.deliver(Snapshot(self._buffer.last_sequence, self._clock(), chunks, waiting))
+        self._num_empty_batches_sent += not events
 
 
 def _count(events: Any) -> int:

@@ -1,83 +1,188 @@
-"""Snapshots: everything that is resident, in one batch, for readers too late for a replay."""
+"""A snapshot: everything that is resident as events from which a reader that knows nothing can start.
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol
+    AllBlocksCleared, then each block once, parents before children:
 
-import msgspec
+    root -- a -- b -- c         one event: a chain of one kind
+                  \
+                   d -- e       one event, whose parent is b
+    (gone) .... f -- g          an orphan: after all others, with the parent it had
+"""
 
-from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
-from kv_pool.events.batch import KVEventBatch
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
-CHUNK_EVENTS = 256
-"""Events encoded at once: msgspec holds the interpreter's lock meanwhile, and the pool's thread waits."""
+from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
+from kv_pool.events.pace import Pace
+from kv_pool.events.resident_blocks import Change, Place, ResidentBlock, ResidentBlocks, unpack_tokens
+from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
+from kv_pool.ids import ExternalBlockHash
 
+MAX_BLOCKS_PER_CHUNK = 256
+STEPS_PER_LOOK_AT_THE_CLOCK = 32
 
-class ResidentState(Protocol):
-    """What a publisher asks of its `state`, always on the publisher's own thread; `StreamState` is one."""
-
-    def apply(self, events: list[KVCacheEvent]) -> list[KVCacheEvent]:
-        """Take note of what happened; what to send instead, maybe nothing."""
-
-    def list_resident(self, chunk_events: int) -> Iterator[list[KVCacheEvent]]:
-        """Stores of every resident block, parents first. Nobody changes these events afterwards."""
+Copies = dict[Place, ShardedDict[ResidentBlock]]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What was resident when the batch of `sequence` had happened, yet to be encoded.
+def copy_places(resident: ResidentBlocks, lock: AbstractContextManager[object], pace: Pace) -> Copies:
+    """A copy that is taken piece by piece, each under the lock; pieces are of different moments.
 
-    Attributes:
-        waiting: who asked for it, and for which sequence.
-        chunks: the stores, parents first; None if the state could not tell.
+    Whoever changes `resident` holds the lock, too, and keeps its `changes` from before this begins.
     """
+    copies: Copies = {}
+    with lock:
+        places = list(resident.places.items())
+    for place, blocks in places:
+        copy = copies[place] = ShardedDict()
+        for number in range(NUM_SHARDS):
+            with lock:
+                copy.shards[number] = blocks.shards[number].copy()
+            pace.step()
+    return copies
 
-    sequence: int
-    ts: float
-    chunks: list[list[KVCacheEvent]] | None
-    waiting: list[tuple[bytes, int]]
+
+def redo(copies: Copies, changes: Iterable[Change | None], pace: Pace) -> None:
+    """Bring the copy to the moment of the last change. Doing again what a piece has seen is no harm."""
+    for number, change in enumerate(changes):
+        if change is None:
+            for blocks in copies.values():
+                for shard in blocks.shards:
+                    shard.clear()
+                    pace.step()
+            copies.clear()
+            continue
+        place, block_hash, block = change
+        if block is not None:
+            copies.setdefault(place, ShardedDict()).shard(block_hash)[block_hash] = block
+        elif place in copies:
+            copies[place].shard(block_hash).pop(block_hash, None)
+        if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
+            pace.step()
 
 
-def encode_snapshot(
-    ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
-) -> tuple[bytes, int]:
-    """One batch: `AllBlocksCleared`, and then the events of all chunks, encoded one chunk at a time.
+def iter_chunks(copies: Copies, pace: Pace) -> Iterator[list[KVCacheEvent]]:
+    """The events of a snapshot, at most `MAX_BLOCKS_PER_CHUNK` blocks at a time. Uses the copies up.
 
-    Args:
-        encode: `encode_batch` or `encode_batch_positional`.
-    Returns:
-        The payload, and how many events were left out since they cannot be encoded.
+    The memory of the copies goes back on the way.
     """
-    cleared: list[list[KVCacheEvent]] = [[AllBlocksCleared()]]
-    pieces = []
-    num_events = num_left_out = 0
-    for chunk in chain(cleared, chunks):
-        try:
-            pieces.append(_encode_events(chunk, encode))
-            num_events += len(chunk)
-        except Exception:
-            for event in chunk:
-                try:
-                    pieces.append(_encode_events([event], encode))
-                    num_events += 1
-                except Exception:
-                    num_left_out += 1
-    # [ts, [pieces], rank], as if it had been encoded in one go.
-    head = b"\x93" + msgspec.msgpack.encode(ts) + _make_array_header(num_events)
-    return b"".join([head, *pieces, msgspec.msgpack.encode(rank)]), num_left_out
+    yield [AllBlocksCleared()]
+    all_chains = [Chains(place, blocks, pace) for place, blocks in copies.items()]
+    copies.clear()
+    chunk: list[KVCacheEvent] = []
+    num_blocks = 0
+    for event in iter_events(all_chains):
+        if num_blocks + len(event.block_hashes) > MAX_BLOCKS_PER_CHUNK:
+            yield chunk
+            chunk, num_blocks = [], 0
+        chunk.append(event)
+        num_blocks += len(event.block_hashes)
+    if chunk:
+        yield chunk
 
 
-def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
-    """The elements of an array of these events, without the array's header."""
-    payload = encode(KVEventBatch(0.0, events, 0))
-    # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
-    return payload[10 + len(_make_array_header(len(events))) : -1]
+def iter_events(all_chains: "list[Chains]") -> Iterator[BlockStored]:
+    """The blocks of all places: roots and what hangs on them first, orphans next, what is left last."""
+    for chains in all_chains:
+        yield from chains.take(chains.roots)
+    for chains in all_chains:
+        yield from chains.take(chains.orphans)
+    for chains in all_chains:
+        # Hashes whose parents lead in a circle: two prefixes of one hash.
+        for shard in chains.blocks.shards:
+            while shard:
+                yield from chains.take([next(iter(shard))])
 
 
-def _make_array_header(length: int) -> bytes:
-    if length < 16:
-        return bytes([0x90 | length])
-    if length < 2**16:
-        return b"\xdc" + length.to_bytes(2, "big")
-    return b"\xdd" + length.to_bytes(4, "big")
+class Chains:
+    """The blocks of one place as a forest."""
+
+    def __init__(self, place: Place, blocks: ShardedDict[ResidentBlock], pace: Pace) -> None:
+        self.place = place
+        self.blocks = blocks
+        self.pace = pace
+        self.roots: list[ExternalBlockHash] = []
+        self.orphans: list[ExternalBlockHash] = []
+        self.first_children: ShardedDict[ExternalBlockHash] = ShardedDict()
+        self.other_children: ShardedDict[list[ExternalBlockHash]] = ShardedDict()
+        for shard in blocks.shards:
+            for number, (block_hash, block) in enumerate(shard.items()):
+                self.link(block_hash, block.parent)
+                if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
+                    pace.step()
+
+    def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash | None) -> None:
+        if parent is None:
+            self.roots.append(block_hash)
+        elif parent not in self.blocks:
+            self.orphans.append(block_hash)
+        else:
+            shard = self.first_children.shard(parent)
+            if parent in shard:
+                self.other_children.shard(parent).setdefault(parent, []).append(block_hash)
+            else:
+                shard[parent] = block_hash
+
+    def take(self, starts: list[ExternalBlockHash]) -> Iterator[BlockStored]:
+        """Events for these blocks and all that hang on them, each block once. Uses `starts` up."""
+        pending = starts
+        while pending:
+            start = pending.pop()
+            run: list[ExternalBlockHash] = []
+            run_blocks: list[ResidentBlock] = []
+            following: ExternalBlockHash | None = start
+            while following is not None:
+                block_hash, following = following, None
+                block = self.blocks.shard(block_hash).pop(block_hash, None)
+                if block is None:  # the circle is closed
+                    break
+                run.append(block_hash)
+                run_blocks.append(block)
+                child = self.first_children.shard(block_hash).pop(block_hash, None)
+                if child is not None:
+                    pending.extend(self.other_children.shard(block_hash).pop(block_hash, ()))
+                    child_block = self.blocks.shard(child).get(child)
+                    if len(run) < MAX_BLOCKS_PER_CHUNK and child_block and is_alike(block, child_block):
+                        following = child
+                    else:
+                        pending.append(child)
+                if len(run) % STEPS_PER_LOOK_AT_THE_CLOCK == 1:
+                    self.pace.step()
+            if run:
+                yield make_event(self.place, run, run_blocks)
+
+
+def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:
+    """Can one event tell of both?"""
+    if block.kind != other.kind or (block.lookahead_token_ids is None) != (other.lookahead_token_ids is None):
+        return False
+    if block.tokens is None or other.tokens is None:
+        return block.tokens is other.tokens
+    return len(block.tokens) == len(other.tokens)
+
+
+def make_event(place: Place, hashes: list[ExternalBlockHash], blocks: list[ResidentBlock]) -> BlockStored:
+    """One event for blocks that are alike, each the parent of the next."""
+    first = blocks[0]
+    kind = first.kind
+    token_ids: list[int] = []
+    if first.tokens is not None:
+        packed = b"".join(block.tokens for block in blocks if block.tokens is not None)
+        token_ids = unpack_tokens(packed, len(blocks) * kind.block_size)
+    lookahead: list[list[int]] | None = None
+    if first.lookahead_token_ids is not None:
+        lookahead = [block.lookahead_token_ids or [] for block in blocks]
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=first.parent,
+        token_ids=token_ids,
+        block_size=kind.block_size,
+        lora_id=kind.lora_id,
+        medium=place.medium,
+        lora_name=kind.lora_name,
+        extra_keys=[block.extra_keys for block in blocks] if kind.has_extra_keys else None,
+        group_idx=place.group_idx,
+        kv_cache_spec_kind=kind.kv_cache_spec_kind,
+        kv_cache_spec_sliding_window=kind.kv_cache_spec_sliding_window,
+        locality=place.locality,
+        ownership=place.ownership,
+        lookahead_token_ids=lookahead,
+    )

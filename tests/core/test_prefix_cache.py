@@ -1,5 +1,6 @@
 """Several keys on one block: partial entries, promotion, copies, and what is announced of them."""
 
+import msgspec
 import pytest
 from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
 
@@ -19,7 +20,7 @@ from kv_pool.core.block_keys import (
     make_external_block_hash,
     make_external_block_hashes,
 )
-from kv_pool.core.kv_events import KVEventTypes
+from kv_pool.core.kv_events import BlockReported, KVEventTypes
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
 
@@ -500,3 +501,55 @@ def test_removals_say_each_its_own_group():
     pool.take_events()
     pool.get_new_blocks(4)
     assert [event.group_idx for event in pool.take_events()] == [0, 7, 7]
+
+
+def announce(mask, **options):
+    """Cache blocks 1 to 5 as the hashes 12 to 16 with this mask, block 3 being null; what is told of it."""
+    pool = make_pool("free: 6 | in use: 1 2 3 4 5", enable_kv_cache_events=True, **options)
+    table = blocks(pool, 6, 1, 2, 0, 4, 5)
+    request = make_request([hash_of(number) for number in range(11, 17)])
+    pool.cache_full_blocks(request, table, 1, 6, 4, 0, block_mask=mask)
+    return [
+        (number_of(event.parent_block_hash), [*map(number_of, event.block_hashes)], event.token_ids)
+        for event in pool.take_events()
+    ]
+
+
+def number_of(external_hash):
+    return None if external_hash is None else int(external_hash.to_bytes(8, "big")[-4:].decode())
+
+
+def test_an_event_spans_the_tokens_of_skipped_blocks_as_in_vllm():
+    assert announce(None) == [(11, [12, 13, 15, 16], list(range(4, 24)))]
+    assert announce([False] * 5) == [(11, [], list(range(4, 24)))]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, [(11, [12, 13], range(4, 12)), (14, [15, 16], range(16, 24))]),
+        ([False, True, True, True, True], [(12, [13], range(8, 12)), (14, [15, 16], range(16, 24))]),
+        ([True, True, True, True, False], [(11, [12, 13], range(4, 12)), (14, [15], range(16, 20))]),
+        ([False] * 5, []),
+    ],
+    ids=["a hole", "and the first", "and the last", "nothing"],
+)
+def test_dense_events_have_the_tokens_of_their_blocks_and_no_others(mask, expected):
+    assert announce(mask, dense_events=True) == [
+        (parent, hashes, list(tokens)) for parent, hashes, tokens in expected
+    ]
+
+
+def test_reported_hits_can_be_told_from_stored_blocks_but_not_on_the_wire():
+    pool = make_chain(enable_kv_cache_events=True)
+    pool.emit_cached_block_events(REQUEST, 2, 4, 0)
+    (reported,) = pool.take_events()
+    assert type(reported) is BlockReported
+    stored = BlockStored(**{name: getattr(reported, name) for name in reported.__struct_fields__})
+    assert msgspec.msgpack.encode(reported) == msgspec.msgpack.encode(stored)
+
+
+def test_an_engine_without_a_class_for_reports_gets_its_class_for_stores():
+    pool = make_chain(enable_kv_cache_events=True, event_types=KVEventTypes())
+    pool.emit_cached_block_events(REQUEST, 2, 4, 0)
+    assert [type(event) for event in pool.take_events()] == [BlockStored]

@@ -1,0 +1,144 @@
+"""The numbered truths about the event stream, each one executable. They hold between two batches.
+
+    E1  the resident keys == the keys in the pools' prefix maps, as events name them
+    E2  a key's num_copies == how many blocks carry it
+    E3  whoever has read all that was sent knows the resident keys, and of each what its first copy's event
+        told; so does whoever has read a snapshot and what was sent after it                         (exact)
+    E4  a store's parent is None, or known to the reader by then, or does not come later in the list
+    E5  no hash is twice in an event, nor its own parent                                             (dense)
+    E6  a store has the tokens of its blocks or none; it has hashes                                  (dense)
+    E7  what is stored was not known; what is removed was, or has never been stored                  (exact)
+
+E4 is about a snapshot, or about what is sent for one call of a pool: between two calls a parent may be
+evicted and cached again, after which it does come later. Each check raises CorruptedPoolError naming the
+first that fails; none changes anything. They are for tests, and for whoever changes `StreamState`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.errors import CorruptedPoolError
+from kv_pool.events.resident_blocks import Place, find_place, is_dense
+from kv_pool.events.stream_state import StreamState
+from kv_pool.ids import ExternalBlockHash
+
+Key = tuple[Place, ExternalBlockHash]
+
+
+class Reader:
+    """What can be known from events, as plainly as can be said.
+
+    Attributes:
+        known: of each key that was stored and not removed, the parent and what else its event told.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Key, tuple[Any, ...]] = {}
+
+    def read(self, events: Iterable[KVCacheEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                for position, block_hash in enumerate(event.block_hashes):
+                    self.known[find_place(event), block_hash] = tell_block(event, position)
+            elif isinstance(event, BlockRemoved):
+                for block_hash in event.block_hashes:
+                    self.known.pop((find_place(event), block_hash), None)
+            else:
+                self.known.clear()
+
+
+def tell_block(event: BlockStored, position: int) -> tuple[Any, ...]:
+    """What the event says of one of its blocks."""
+    size = event.block_size
+    return (
+        event.block_hashes[position - 1] if position else event.parent_block_hash,
+        event.token_ids[position * size : (position + 1) * size] if is_dense(event) else [],
+        size,
+        (event.lora_id, event.lora_name),
+        event.extra_keys and event.extra_keys[position],
+        (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
+        event.lookahead_token_ids and event.lookahead_token_ids[position],
+    )
+
+
+def check_resident(state: StreamState, *pools: BlockPool) -> None:
+    """E1, E2. O(keys). All that the pools cache must have gone through `state.apply`."""
+    carried: Counter[Key] = Counter()
+    for pool in pools:
+        for key, entry in pool.cached_block_hash_to_block._cache.items():
+            place = Place(pool.medium, get_group_id(key), None, None)
+            external_hash = pool._make_external_hash(get_block_hash(key))
+            carried[place, external_hash] += 1 if isinstance(entry, KVCacheBlock) else len(entry)
+    resident = {(place, block_hash): block.num_copies for place, block_hash, block in state.resident}
+    for wrong in carried.keys() ^ resident.keys():
+        where = "cached, but not resident" if wrong in carried else "resident, but not cached"
+        raise CorruptedPoolError(f"E1: {wrong} is {where}")
+    for counted, num_copies in resident.items():
+        if num_copies != carried[counted]:
+            raise CorruptedPoolError(
+                f"E2: {counted} has {num_copies} copies, but {carried[counted]} blocks carry it"
+            )
+
+
+def check_knowledge(state: StreamState, *readers: Reader) -> None:
+    """E3. O(keys). For an exact state that keeps token ids; the first reader has read all that was sent."""
+    resident = {(place, block_hash) for place, block_hash, _ in state.resident}
+    for reader in readers:
+        for wrong in resident ^ reader.known.keys():
+            raise CorruptedPoolError(
+                f"E3: {wrong} is {'not known' if wrong in resident else 'known, but not resident'}"
+            )
+        for key, told in readers[0].known.items():
+            if reader.known[key] != told:
+                raise CorruptedPoolError(f"E3: of {key} is known {reader.known[key]}, and {told} was sent")
+
+
+def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader) -> None:
+    """E4 to E7, as far as `state` promises them. `reader` has read what was sent before these."""
+    now = Reader()
+    now.known = dict(reader.known)
+    named_too_early: set[Key] = set()
+    for event in events:
+        if isinstance(event, BlockStored):
+            check_store(state, event, now)
+            place = find_place(event)
+            for block_hash in event.block_hashes:
+                if (place, block_hash) in named_too_early:
+                    raise CorruptedPoolError(f"E4: {block_hash!r} comes after a block whose parent it is")
+            parent = event.parent_block_hash
+            if parent is not None and (place, parent) not in now.known:
+                named_too_early.add((place, parent))
+        elif isinstance(event, BlockRemoved):
+            check_distinct(event)
+            for block_hash in event.block_hashes:
+                key = (find_place(event), block_hash)
+                if state.exact and key not in now.known and key in reader.known:
+                    raise CorruptedPoolError(f"E7: {key} is removed twice")
+        now.read([event])
+
+
+def check_store(state: StreamState, event: BlockStored, reader: Reader) -> None:
+    """E5, E6, E7 for one store."""
+    if state.dense:
+        check_distinct(event)
+    if state.dense and not (event.block_hashes and (is_dense(event) or not event.token_ids)):
+        raise CorruptedPoolError(
+            f"E6: {len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
+        )
+    for block_hash in event.block_hashes:
+        if state.exact and (find_place(event), block_hash) in reader.known:
+            raise CorruptedPoolError(f"E7: {block_hash!r} is stored again")
+
+
+def check_distinct(event: BlockStored | BlockRemoved) -> None:
+    """E5."""
+    hashes = event.block_hashes
+    if len(set(hashes)) != len(hashes):
+        raise CorruptedPoolError(f"E5: a hash is twice in {hashes}")
+    if isinstance(event, BlockStored) and hashes and hashes[0] == event.parent_block_hash:
+        raise CorruptedPoolError(f"E5: {hashes[0]!r} is its own parent")

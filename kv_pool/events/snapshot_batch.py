@@ -1,0 +1,54 @@
+"""A snapshot as one batch, encoded piece by piece."""
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.events.batch import KVEventBatch
+
+
+def encode_in_pieces(
+    ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
+) -> tuple[bytes, int]:
+    """One batch with the events of all chunks.
+
+    msgspec holds the interpreter's lock while it encodes, and the pool's thread waits for that: it is called
+    for one chunk at a time.
+
+    Args:
+        encode: `encode_batch` or `encode_batch_positional`.
+    Returns:
+        The payload, and how many events were left out since they cannot be encoded.
+    """
+    pieces = []
+    num_events = num_left_out = 0
+    for chunk in chunks:
+        try:
+            pieces.append(_encode_events(chunk, encode))
+            num_events += len(chunk)
+        except Exception:
+            for event in chunk:
+                try:
+                    pieces.append(_encode_events([event], encode))
+                    num_events += 1
+                except Exception:
+                    num_left_out += 1
+    # [ts, [pieces], rank], as if it had been encoded in one go.
+    head = b"\x93" + msgspec.msgpack.encode(ts) + _make_array_header(num_events)
+    return b"".join([head, *pieces, msgspec.msgpack.encode(rank)]), num_left_out
+
+
+def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
+    """The elements of an array of these events, without the array's header."""
+    payload = encode(KVEventBatch(0.0, events, 0))
+    # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
+    return payload[10 + len(_make_array_header(len(events))) : -1]
+
+
+def _make_array_header(length: int) -> bytes:
+    if length < 16:
+        return bytes([0x90 | length])
+    if length < 2**16:
+        return b"\xdc" + length.to_bytes(2, "big")
+    return b"\xdd" + length.to_bytes(4, "big")

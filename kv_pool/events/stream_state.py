@@ -1,0 +1,140 @@
+"""`StreamState`: between a pool and those who read of it; makes what they read true, and can tell it anew."""
+
+from collections.abc import Iterator
+from threading import Lock
+
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
+from kv_pool.errors import InvalidTypeError
+from kv_pool.events.pace import Pace
+from kv_pool.events.removals import coalesce_removals
+from kv_pool.events.resident_blocks import Change, ResidentBlocks
+from kv_pool.events.snapshot import copy_places, iter_chunks, redo
+from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
+
+NOTHING_APPLIED = -1
+EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
+
+
+class StreamState:
+    """Takes the events of pools and connectors, says which to send, and keeps what a reader should know.
+
+        >>> from kv_pool.core.kv_events import BlockRemoved, BlockStored
+        >>> state = StreamState()
+        >>> stored = BlockStored([7], None, [1, 2], block_size=2, lora_id=None, medium="GPU", lora_name=None)
+        >>> len(state.apply([stored])), len(state.apply([stored]))
+        (1, 0)
+        >>> len(state.apply([BlockRemoved([7], "GPU")])), len(state.apply([BlockRemoved([7], "GPU")]))
+        (0, 1)
+
+    Args:
+        exact: a hash is announced with its first copy and removed with its last. Pools tell of each copy, and
+            announce hits again in full report mode: this drops what is no news. Removals of hashes that
+            were never stored are sent all the same: someone may know of them.
+        dense: a store has the tokens of its blocks, or none: a span with holes is sent without its tokens,
+            since where the holes are is not in the event. Pools with `dense_events` make none of these. No
+            hash is twice in a store, or its own parent, and no store is without hashes.
+        coalesce_removals: removals in a row from one place become one event.
+        keeps_token_ids: snapshots have token ids; without, they are empty, and most of the memory is saved.
+
+    With all of these off `apply` returns what it is given. Nothing that was given is changed.
+
+    Threads: one calls `apply`, any other takes snapshots meanwhile.
+    """
+
+    def __init__(
+        self,
+        exact: bool = True,
+        dense: bool = True,
+        coalesce_removals: bool = True,
+        keeps_token_ids: bool = True,
+    ) -> None:
+        self.exact = exact
+        self.dense = dense
+        self.coalesce_removals = coalesce_removals
+        self.resident = ResidentBlocks(keeps_token_ids)
+        self.last_sequence = NOTHING_APPLIED
+        self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
+        self._snapshot_lock = Lock()  # one snapshot at a time
+
+    def apply(self, events: list[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
+        """Note a batch of events, and say which to send instead of them.
+
+        Args:
+            events: oldest first.
+            sequence: the batch's number; None for the one after the last.
+        Raises:
+            InvalidTypeError: something that is none of the three events. Nothing has changed.
+        Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
+        """
+        for event in events:
+            if not isinstance(event, EVENT_TYPES):
+                raise InvalidTypeError(
+                    f"a {type(event).__name__} can not be sent; readers know BlockStored, BlockRemoved and "
+                    "AllBlocksCleared"
+                )
+        sent: list[KVCacheEvent] = []
+        with self._lock:
+            for event in events:
+                if isinstance(event, BlockStored):
+                    sent += self._store(event)
+                elif isinstance(event, BlockRemoved):
+                    sent += self._remove(event)
+                else:
+                    self.resident.clear()
+                    sent.append(event)
+            self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
+            self.resident.drop_some()
+        return coalesce_removals(sent) if self.coalesce_removals else sent
+
+    def _store(self, event: BlockStored) -> list[BlockStored]:
+        sent = [event]
+        is_report = isinstance(event, BlockReported)
+        if self.exact and is_report:
+            return []
+        if not is_report:
+            first_copies = self.resident.store(event)
+            if self.exact:
+                sent = take_positions(event, first_copies)
+        if self.dense:
+            sent = [part for span in sent if span.block_hashes for part in split_repeats(without_holes(span))]
+        return sent
+
+    def _remove(self, event: BlockRemoved) -> list[BlockRemoved]:
+        gone = self.resident.remove(event)
+        if not self.exact or len(gone) == len(event.block_hashes):
+            return [event]
+        if not gone:
+            return []
+        return [BlockRemoved(gone, event.medium, event.group_idx, event.locality, event.ownership)]
+
+    def iter_snapshot(self, pace: Pace | None = None) -> tuple[int, Iterator[list[KVCacheEvent]]]:
+        """All that is resident, as events for a reader that knows nothing.
+
+        Returns:
+            The number of the last batch that is in it (-1 for none): the reader goes on with the next one.
+            And the events, in lists of at most 256 blocks: `AllBlocksCleared`; then every hash once, parents
+            before children, chains as one event; at last the orphans, with the parents they had.
+
+        No other thread is held up for longer than `pace` says: by default a quarter of a millisecond at a
+        time, the caller's work between two lists included. Until all lists are taken they need as much
+        memory again as the keys.
+        """
+        pace = Pace() if pace is None else pace
+        resident = self.resident
+        changes: list[Change | None] = []
+        with self._snapshot_lock:
+            with self._lock:
+                resident.changes = changes
+            try:
+                copies = copy_places(resident, self._lock, pace)
+            finally:
+                with self._lock:
+                    resident.changes = None
+                    sequence = self.last_sequence
+        redo(copies, changes, pace)
+        return sequence, iter_chunks(copies, pace)
+
+    def take_snapshot(self, pace: Pace | None = None) -> tuple[int, list[KVCacheEvent]]:
+        """`iter_snapshot`, all events in one list."""
+        sequence, chunks = self.iter_snapshot(pace)
+        return sequence, [event for chunk in chunks for event in chunk]

@@ -1,0 +1,106 @@
+"""Each invariant of the stream notices the damage that it is there for."""
+
+import pytest
+from drawing import blocks, hash_of, make_pool, make_request
+from events.made_events import removed, stored
+
+from kv_pool import CorruptedPoolError
+from kv_pool.events.invariants import Reader, check_events, check_knowledge, check_resident
+from kv_pool.events.stream_state import StreamState
+
+REQUEST = make_request([hash_of(number) for number in (11, 12, 13)])
+
+
+def make_followed():
+    """A pool with two copies of 11 and one of 12 and 13, a state that has its events, and a reader."""
+    pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 4), 0, 1, 4, 0)
+    state, reader = StreamState(), Reader()
+    reader.read(state.apply(pool.take_events()))
+    return pool, state, reader
+
+
+def find_block(state, position):
+    """The shard and the hash of the block at this position of the sequence."""
+    (blocks_by_hash,) = state.resident.places.values()
+    chain = [found for event in state.take_snapshot()[1][1:] for found in event.block_hashes]
+    return blocks_by_hash.shard(chain[position]), chain[position]
+
+
+def test_a_followed_pool_is_sound():
+    pool, state, reader = make_followed()
+    check_resident(state, pool)
+    check_knowledge(state, reader)
+
+
+def test_e1_a_lost_event_is_noticed():
+    pool, state, _ = make_followed()
+    pool.evict_blocks([2])
+    pool.take_events()
+    with pytest.raises(CorruptedPoolError, match=r"E1: .* is resident, but not cached"):
+        check_resident(state, pool)
+
+
+def test_e1_a_lost_hash_is_noticed():
+    pool, state, _ = make_followed()
+    shard, block_hash = find_block(state, 1)
+    del shard[block_hash]
+    with pytest.raises(CorruptedPoolError, match=r"E1: .* is cached, but not resident"):
+        check_resident(state, pool)
+
+
+def test_e2_a_copy_counted_wrongly_is_noticed():
+    pool, state, _ = make_followed()
+    shard, block_hash = find_block(state, 0)
+    shard[block_hash].num_copies = 1
+    with pytest.raises(CorruptedPoolError, match=r"E2: .* has 1 copies, but 2 blocks carry it"):
+        check_resident(state, pool)
+
+
+def test_e3_a_reader_who_missed_a_batch_is_noticed():
+    pool, state, reader = make_followed()
+    pool.evict_blocks([2])
+    state.apply(pool.take_events())
+    with pytest.raises(CorruptedPoolError, match=r"E3: .* is known, but not resident"):
+        check_knowledge(state, reader)
+    with pytest.raises(CorruptedPoolError, match=r"E3: .* is not known"):
+        check_knowledge(state, Reader())
+
+
+@pytest.mark.parametrize("damage", [{"parent": 5}, {"tokens": bytes(16)}, {"lookahead_token_ids": [1]}])
+def test_e3_a_snapshot_that_tells_something_else_is_noticed(damage):
+    _, state, reader = make_followed()
+    shard, block_hash = find_block(state, 1)
+    for name, wrong in damage.items():
+        setattr(shard[block_hash], name, wrong)
+    late = Reader()
+    late.read(state.take_snapshot()[1])
+    with pytest.raises(CorruptedPoolError, match=r"E3: of .* is known .*, and .* was sent"):
+        check_knowledge(state, reader, late)
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([stored([2], 1), stored([1])], "E4: 1 comes after a block whose parent it is"),
+        ([stored([1, 2, 1])], "E5: a hash is twice"),
+        ([removed(7, 7)], "E5: a hash is twice"),
+        ([stored([1], 1)], "E5: 1 is its own parent"),
+        ([stored([1, 2], token_ids=[1] * 6)], "E6: 6 tokens for 2 blocks of 2"),
+        ([stored([], token_ids=[1])], "E6: 1 tokens for 0 blocks"),
+        ([stored([1]), stored([2, 1])], "E7: 1 is stored again"),
+        ([stored([9])], "E7: 9 is stored again"),
+        ([removed(9), removed(9)], r"E7: .* is removed twice"),
+    ],
+)
+def test_e4_to_e7_what_must_not_be_sent_is_noticed(events, message):
+    reader = Reader()
+    reader.read([stored([9])])
+    with pytest.raises(CorruptedPoolError, match=message):
+        check_events(StreamState(), events, reader)
+
+
+def test_what_no_option_promises_is_not_asked_for():
+    state = StreamState(exact=False, dense=False)
+    check_events(state, [stored([1, 1], token_ids=[3]), stored([1], 1), stored([], token_ids=[1])], Reader())

@@ -1,0 +1,227 @@
+"""What a reader is told who comes late."""
+
+import threading
+from itertools import pairwise
+
+import pytest
+from events.made_events import draw, removed, stored
+
+from kv_pool import AllBlocksCleared
+from kv_pool.events import snapshot
+from kv_pool.events.invariants import Reader, check_knowledge
+from kv_pool.events.pace import Pace
+from kv_pool.events.stream_state import StreamState
+
+
+def snap(state):
+    return draw(state.take_snapshot()[1])
+
+
+def made(*events, **options):
+    state = StreamState(**options)
+    for event in events:
+        state.apply([event])
+    return state
+
+
+def test_nothing_resident_is_a_clear_and_nothing_else():
+    assert snap(StreamState()) == ["clear"]
+
+
+def test_chains_become_one_event_whatever_they_came_in():
+    assert snap(made(stored([1, 2]), stored([3], 2), stored([4, 5], 3))) == ["clear", "> 1 2 3 4 5"]
+
+
+def test_a_chain_ends_where_it_forks():
+    state = made(stored([1, 2, 3]), stored([5, 6], 2), stored([7], 2))
+    assert snap(state) == ["clear", "> 1 2 3", "2 > 7", "2 > 5 6"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_name": "a"},
+        {"lora_id": 3},
+        {"block_size": 1, "token_ids": [5, 6]},
+        {"kv_cache_spec_kind": "mamba"},
+        {"kv_cache_spec_sliding_window": 8},
+        {"token_ids": list(range(9))},
+        {"token_ids": [2**32, 1, 2, 3]},
+        {"extra_keys": [None, ("salt",)]},
+        {"lookahead_token_ids": [[1], [2]]},
+    ],
+    ids=lambda fields: ", ".join(fields),
+)
+def test_a_chain_ends_where_its_kind_changes(fields):
+    state = made(stored([1, 2]), stored([3, 4], 2, **fields))
+    assert snap(state) == ["clear", "> 1 2", "2 > 3 4"]
+
+
+def test_what_events_told_of_blocks_is_told_again():
+    events = [
+        stored([1, 2], extra_keys=[None, (("img", -1), "salt")], lora_name="a", lora_id=1, locality="LOCAL"),
+        stored([3], 9, lookahead_token_ids=[[7]], token_ids=[2**40, 5], ownership="x", medium="STORAGE"),
+        stored([4], group_idx=None, token_ids=[], block_size=0, kv_cache_spec_kind="mamba"),
+        stored([b"hash"], group_idx=2, token_ids=[1, 2], kv_cache_spec_sliding_window=3),
+    ]
+    _, told = made(*events).take_snapshot()
+    assert told[0] == AllBlocksCleared()
+    assert sorted(told[1:], key=repr) == sorted(events, key=repr)
+
+
+def test_the_session_that_stored_a_block_is_not_kept():
+    _, (_, told) = made(stored([1], session_id="s-1")).take_snapshot()
+    assert told == stored([1])
+
+
+def test_each_place_has_chains_of_its_own():
+    state = made(stored([1, 2]), stored([1, 2], medium="CPU"), stored([3], 2, medium="CPU"))
+    assert snap(state) == ["clear", "> 1 2", "> 1 2 3"]
+
+
+def test_orphans_come_last_with_the_parent_they_had():
+    state = made(stored([1, 2, 3, 4]), removed(2), stored([9], medium="CPU"))
+    assert snap(state) == ["clear", "> 1", "> 9", "2 > 3 4"]
+
+
+def test_a_parent_that_was_stored_after_its_children_comes_before_them():
+    state = made(stored([1, 2, 3]), removed(1), stored([1]))
+    assert snap(state) == ["clear", "> 1 2 3"]
+
+
+def test_blocks_whose_parents_lead_in_a_circle_are_told_once():
+    state = made(stored([1, 2], 3), stored([3], 2), stored([4], 4))
+    _, events = state.take_snapshot()
+    assert sorted(found for event in events[1:] for found in event.block_hashes) == [1, 2, 3, 4]
+
+
+def test_without_token_ids_events_have_none():
+    _, (_, told) = made(stored([1, 2]), keeps_token_ids=False).take_snapshot()
+    assert (told.block_hashes, told.token_ids, told.block_size) == ([1, 2], [], 2)
+
+
+def test_a_snapshot_names_the_last_batch_that_is_in_it():
+    state = StreamState()
+    assert state.take_snapshot()[0] == -1
+    state.apply([stored([1])])
+    state.apply([])
+    assert state.take_snapshot()[0] == 1
+    state.apply([stored([2])], sequence=1000)
+    assert state.take_snapshot()[0] == 1000
+
+
+def test_long_chains_come_in_pieces_that_fit_into_chunks():
+    numbers = range(1, 1001)
+    state = made(stored(numbers))
+    _, chunks = state.iter_snapshot()
+    clear, *rest = list(chunks)
+    assert clear == [AllBlocksCleared()]
+    sizes = [sum(len(event.block_hashes) for event in chunk) for chunk in rest]
+    assert sizes == [256, 256, 256, 232]
+    events = [event for chunk in rest for event in chunk]
+    assert [found for event in events for found in event.block_hashes] == list(numbers)
+    for before, after in pairwise(events):
+        assert after.parent_block_hash == before.block_hashes[-1]
+
+
+def test_many_short_events_fill_chunks():
+    state = made(*(stored([number]) for number in range(600)))
+    _, chunks = state.iter_snapshot()
+    assert [len(chunk) for chunk in chunks] == [1, 256, 256, 88]
+
+
+# ---- while batches are applied ------------------------------------------------------------------------
+
+
+class Interruption(Pace):
+    """Applies batches in the pauses of a snapshot that its copy falls into."""
+
+    def __init__(self, state, batches):
+        super().__init__()
+        self.state = state
+        self.batches = batches
+
+    def step(self):
+        for batch in self.batches[:1]:
+            del self.batches[0]
+            self.state.apply(batch)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [[stored([7], 2)]],
+        [[removed(1)], [removed(2)]],
+        [[removed(0)], [stored([0, 300])]],
+        [[stored([9], medium="CPU")], [removed(9, medium="CPU")]],
+        [[AllBlocksCleared()]],
+        [[AllBlocksCleared()], [stored([2, 3])], [stored([2], medium="CPU")]],
+        [[stored([200]), AllBlocksCleared(), stored([1])]],
+    ],
+    ids=lambda batches: " | ".join(" ".join(draw(batch)) for batch in batches),
+)
+def test_a_snapshot_has_what_was_applied_while_it_was_copied(batches):
+    state = made(stored(range(250)), stored([3, 4], medium="CPU"))
+    sequence, chunks = state.iter_snapshot(Interruption(state, list(batches)))
+    assert sequence == 1 + len(batches)
+    reader = Reader()
+    for chunk in chunks:
+        reader.read(chunk)
+    check_knowledge(state, reader)
+
+
+def test_what_is_applied_after_the_copy_is_not_in_the_snapshot():
+    state = made(stored([1, 2]))
+    sequence, chunks = state.iter_snapshot()
+    state.apply([removed(2), stored([3])])
+    assert sequence == 0
+    assert draw(event for chunk in chunks for event in chunk) == ["clear", "> 1 2"]
+    assert state.resident.changes is None
+
+
+def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name():
+    """Each batch leaves a state that only it leaves, so that a snapshot between two would be noticed."""
+    num_batches, num_resident = 3000, 300
+    state = StreamState()
+    batches = []
+    for number in range(num_batches):
+        batch = [stored([number, number + 10**6, number + 2 * 10**6])]
+        if number >= num_resident:
+            old = number - num_resident
+            batch += [removed(old + 2 * 10**6), removed(old + 10**6), removed(old)]
+        if number % 1000 == 999:
+            batch = [AllBlocksCleared(), *batch[:1]]
+        batches.append(batch)
+    snapshots = []
+    stop = threading.Event()
+
+    def take_snapshots():
+        while not stop.is_set():
+            snapshots.append(state.take_snapshot(Pace(work_ns=20_000)))
+
+    thread = threading.Thread(target=take_snapshots)
+    thread.start()
+    expected, reader = [], Reader()
+    try:
+        for batch in batches:
+            reader.read(state.apply(batch))
+            expected.append(dict(reader.known))
+            if len(expected) % 50 == 0:
+                Pace(work_ns=0).step()
+    finally:
+        stop.set()
+        thread.join()
+    snapshots.append(state.take_snapshot())
+    assert len(snapshots) >= 5
+    for sequence, events in snapshots:
+        late = Reader()
+        late.read(events)
+        assert late.known == (expected[sequence] if sequence >= 0 else {})
+
+
+def test_memory_of_what_was_cleared_goes_back_with_later_batches():
+    state = made(stored(range(1000)), AllBlocksCleared())
+    assert state.resident._forgotten
+    for _ in range(snapshot.NUM_SHARDS):
+        state.apply([])
+    assert not state.resident._forgotten

@@ -1,0 +1,230 @@
+"""What is sent instead of what a pool tells; events are drawn as in made_events.py."""
+
+import pytest
+from drawing import blocks, hash_of, make_pool, make_request
+from events.made_events import draw, removed, stored
+
+from kv_pool import AllBlocksCleared, BlockHasher, BlockPool, InvalidTypeError, KVCacheManager, Request
+from kv_pool.core.kv_events import BlockReported
+from kv_pool.events.stream_state import StreamState
+
+
+def send(state, *events):
+    return draw(state.apply(list(events)))
+
+
+def test_with_all_options_off_what_is_given_is_sent():
+    state = StreamState(exact=False, dense=False, coalesce_removals=False)
+    events = [
+        stored([1, 1, 2], parent=1, token_ids=[5]),
+        stored([], token_ids=[5]),
+        stored([1], event_class=BlockReported),
+        removed(1),
+        removed(2),
+        removed(2, 2),
+        AllBlocksCleared(),
+    ]
+    sent = state.apply(events)
+    assert all(one is other for one, other in zip(sent, events, strict=True))
+
+
+def test_a_hash_is_announced_with_its_first_copy_and_removed_with_its_last():
+    state = StreamState()
+    assert send(state, stored([1, 2])) == ["> 1 2"]
+    assert send(state, stored([1, 2])) == []
+    assert send(state, removed(1)) == []
+    assert send(state, removed(1)) == ["- 1"]
+    assert send(state, stored([1])) == ["> 1"]
+    assert send(state, removed(2), removed(2)) == ["- 2"]
+
+
+def test_of_a_store_only_what_is_new_is_sent_with_its_own_tokens_keys_and_parent():
+    state = StreamState()
+    state.apply([stored([2])])
+    extra_keys = [("a",), ("b",), None, ("d",)]
+    sent = state.apply([stored([1, 2, 3, 4], parent=9, extra_keys=extra_keys)])
+    assert draw(sent) == ["9 > 1", "2 > 3 4"]
+    assert [event.token_ids for event in sent] == [[10, 11], [30, 31, 40, 41]]
+    assert [event.extra_keys for event in sent] == [[("a",)], [None, ("d",)]]
+
+
+def test_the_same_hash_in_another_place_is_another_fact():
+    state = StreamState()
+    places = [{}, {"medium": "CPU"}, {"group_idx": 1}, {"medium": "CPU", "locality": "REMOTE"}]
+    for place in places:
+        assert send(state, stored([1], **place)) == ["> 1"]
+        assert send(state, stored([1], **place)) == []
+    for place in places:
+        assert send(state, removed(1, **place), removed(1, **place)) == ["- 1"]
+
+
+def test_a_report_of_hits_is_no_copy_and_no_news():
+    state = StreamState()
+    state.apply([stored([1, 2])])
+    assert send(state, stored([1, 2, 3], event_class=BlockReported)) == []
+    assert send(state, removed(2)) == ["- 2"]
+
+
+def test_a_report_that_is_passed_on_is_no_copy_either():
+    state = StreamState(exact=False)
+    assert send(state, stored([1], event_class=BlockReported)) == ["> 1"]
+    assert len(state.resident) == 0
+
+
+def test_the_removal_of_what_was_never_stored_is_sent_for_someone_may_know_it():
+    assert send(StreamState(), removed(5), removed(6)) == ["- 5 6"]
+
+
+def test_a_clear_forgets_all_copies_everywhere():
+    state = StreamState()
+    state.apply([stored([1]), stored([1]), stored([1], medium="CPU")])
+    assert send(state, AllBlocksCleared()) == ["clear"]
+    assert send(state, stored([1])) == ["> 1"]
+    assert send(state, removed(1)) == ["- 1"]
+
+
+def test_removals_in_a_row_from_one_place_become_one_event():
+    state = StreamState(exact=False)
+    events = [
+        removed(1),
+        removed(2),
+        removed(3, group_idx=1),
+        removed(4, group_idx=1, locality="LOCAL"),
+        removed(5, group_idx=1, locality="LOCAL"),
+        stored([9]),
+        removed(6),
+        removed(7),
+        removed(6),
+    ]
+    assert send(state, *events) == ["- 1 2", "- 3", "- 4 5", "> 9", "- 6 7", "- 6"]
+    assert [event.block_hashes for event in events[:2]] == [[1], [2]], "what was given is as it was"
+
+
+def test_what_is_dropped_in_between_does_not_keep_removals_apart():
+    state = StreamState()
+    state.apply([stored([1, 2, 3]), stored([3])])
+    assert send(state, removed(1), removed(3), stored([3]), removed(2)) == ["- 1 2"]
+
+
+def test_a_span_with_holes_is_sent_without_the_tokens_that_are_not_its_own():
+    (sent,) = StreamState().apply([stored([1, 2], token_ids=list(range(8)))])
+    assert (sent.block_hashes, sent.token_ids) == ([1, 2], [])
+
+
+def test_a_store_of_no_blocks_is_not_sent():
+    assert send(StreamState(exact=False), stored([], token_ids=[1, 2])) == []
+
+
+@pytest.mark.parametrize(
+    ("hashes", "parent", "expected"),
+    [
+        ([1, 2, 2, 3], None, ["> 1 2", "1 > 2 3"]),
+        ([1, 2, 1, 3], 8, ["8 > 1 2", "8 > 1 3"]),
+        ([1, 2], 1, ["> 1 2"]),
+        ([1, 1, 1], 1, ["> 1", "> 1", "> 1"]),
+    ],
+)
+def test_no_hash_is_twice_in_a_dense_store_or_its_own_parent(hashes, parent, expected):
+    sent = StreamState(exact=False).apply([stored(hashes, parent)])
+    assert draw(sent) == expected
+    assert [token for event in sent for token in event.token_ids] == stored(hashes).token_ids
+
+
+def test_in_an_exact_store_a_hash_that_comes_again_is_its_second_copy():
+    state = StreamState()
+    assert send(state, stored([1, 2, 2, 3], 1)) == ["> 1 2", "2 > 3"]
+    assert send(state, removed(2)) == []
+
+
+def test_what_is_no_event_is_refused_and_nothing_has_changed():
+    state = StreamState()
+    with pytest.raises(InvalidTypeError, match="a dict can not be sent"):
+        state.apply([stored([1]), {"type": "BlockStored"}])
+    assert len(state.resident) == 0
+    assert state.take_snapshot()[0] == -1
+
+
+def test_what_is_sent_is_the_given_event_where_nothing_has_to_change():
+    event = stored([1, 2])
+    assert StreamState().apply([event])[0] is event
+
+
+# ---- with a pool --------------------------------------------------------------------------------------
+
+
+def follow(pool, state):
+    return draw(state.apply(pool.take_events()), number_of)
+
+
+def number_of(external_hash):
+    """The n of `hash_of(n)`."""
+    return int(external_hash.to_bytes(8, "big")[-4:].decode())
+
+
+REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
+
+
+def test_two_requests_that_compute_one_prefix_announce_it_once():
+    pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
+    state = StreamState()
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 4, 0)
+    assert follow(pool, state) == ["> 11 12"]
+    pool.cache_full_blocks(REQUEST, blocks(pool, 3, 4), 0, 2, 4, 0)
+    assert follow(pool, state) == []
+    pool.evict_blocks([1, 2])
+    assert follow(pool, state) == []
+    pool.evict_blocks([3, 4])
+    assert follow(pool, state) == ["- 11 12"]
+
+
+def test_hashes_that_move_to_another_block_stay_announced():
+    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
+    state = StreamState()
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 4, 0)
+    pool.cache_partial_block(REQUEST, pool.blocks[1], 4, 1, 8)
+    assert follow(pool, state) == ["> 11", "> 11"]
+    pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
+    pool.evict_blocks([1])
+    assert follow(pool, state) == []
+    pool.evict_blocks([2])
+    assert follow(pool, state) == ["- 11", "- 11"]
+
+
+def test_a_partial_entry_that_a_longer_one_replaces_is_removed_before_that_is_stored():
+    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
+    state = StreamState()
+    pool.cache_partial_block(REQUEST, pool.blocks[1], 4, 0, 16)
+    pool.cache_partial_block(REQUEST, pool.blocks[1], 12, 0, 16)
+    assert follow(pool, state) == ["> 11", "- 11", "12 > 13"]
+
+
+def test_a_reset_of_the_pool_forgets_every_copy():
+    pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
+    state = StreamState()
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 4, 0)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 3, 4), 0, 2, 4, 0)
+    pool.free_blocks(blocks(pool, 1, 2, 3, 4))
+    assert pool.reset_prefix_cache()
+    assert follow(pool, state) == ["> 11 12", "clear"]
+    pool.get_new_blocks(5)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 5), 0, 1, 4, 0)
+    assert follow(pool, state) == ["> 11"]
+
+
+def test_a_dense_pool_and_an_exact_state_keep_tokens_where_blocks_are_skipped():
+    pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True, dense_events=True)
+    state = StreamState()
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 0, 2, 3), 0, 4, 4, 0)
+    sent = state.apply(pool.take_events())
+    assert [event.token_ids for event in sent] == [[0, 1, 2, 3], list(range(8, 16))]
+    assert draw(sent, number_of) == ["> 11", "12 > 13 14"]
+
+
+def test_the_managers_kind_of_attention_is_in_what_is_sent_and_in_snapshots():
+    manager = KVCacheManager(BlockPool(6, True, 4, enable_kv_cache_events=True))
+    manager.allocate_slots(Request("A", range(1, 11), BlockHasher(block_size=4)), 10)
+    state = StreamState()
+    (sent,) = state.apply(manager.take_events())
+    _, (_, told) = state.take_snapshot()
+    assert sent.kv_cache_spec_kind == told.kv_cache_spec_kind == "full_attention"
+    assert told == sent

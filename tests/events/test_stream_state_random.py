@@ -1,0 +1,166 @@
+"""Random histories: every invariant of the stream after each call, and a slow model that agrees."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from core.plain_operations import run
+from core.pool_operations import PoolSide
+from events.event_schedule import EventSchedule
+from events.made_events import draw, removed, stored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kv_pool
+from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
+from kv_pool.core.kv_events import BlockReported
+from kv_pool.events import invariants
+from kv_pool.events.invariants import Reader
+from kv_pool.events.resident_blocks import find_place
+from kv_pool.events.stream_state import StreamState
+
+NUM_STEPS = 300
+
+
+class DensePool(kv_pool.BlockPool):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, dense_events=True, **options)
+
+
+DENSE_CLASSES = SimpleNamespace(**{**vars(kv_pool), "BlockPool": DensePool})
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_calls_on_a_pool_leave_a_true_stream(seed):
+    schedule = EventSchedule(seed)
+    is_dense = seed % 3 != 0
+    side = PoolSide(DENSE_CLASSES if is_dense else kv_pool, schedule.options)
+    pool = side.pools["gpu"]
+    state = StreamState()
+    rng = random.Random(seed)
+    reader = Reader()
+    late_readers = []
+    for _ in run(schedule, side, num_steps=NUM_STEPS):
+        given = pool.take_events()
+        sent = state.apply(given)
+        invariants.check_events(state, sent, reader)
+        if is_dense:
+            assert all(event.token_ids for event in sent if isinstance(event, BlockStored))
+        for one in (reader, *late_readers):
+            one.read(sent)
+        if rng.random() < 0.05:
+            _, snapshot = state.take_snapshot()
+            invariants.check_events(state, snapshot[1:], Reader())
+            late_readers = [*late_readers[-2:], Reader()]
+            late_readers[-1].read(snapshot)
+        invariants.check_resident(state, pool)
+        invariants.check_knowledge(state, reader, *late_readers)
+
+
+# ---- any events, also those that no pool makes --------------------------------------------------------
+
+hashes = st.integers(1, 6)
+places = st.sampled_from([{}, {"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}])
+removals = st.builds(
+    lambda numbers, place: removed(*numbers, **place),
+    st.lists(hashes, min_size=1, max_size=3, unique=True),
+    places,
+)
+events = st.one_of(
+    st.builds(
+        lambda numbers, parent, place, event_class, has_hole: stored(
+            numbers, parent, event_class, **place, token_ids=[1] if has_hole else None
+        ),
+        st.lists(hashes, max_size=5),
+        st.none() | hashes,
+        places,
+        st.sampled_from([BlockStored, BlockStored, BlockStored, BlockReported]),
+        st.sampled_from([False, False, False, True]),
+    ),
+    removals,
+    removals,
+    st.builds(AllBlocksCleared),
+)
+
+
+class SlowState:
+    """What an exact state sends, one hash an event, by one counter."""
+
+    def __init__(self):
+        self.copies = Counter()
+
+    def apply(self, events):
+        sent = []
+        for event in events:
+            if isinstance(event, BlockReported):
+                continue
+            if isinstance(event, AllBlocksCleared):
+                self.copies.clear()
+                sent.append("clear")
+                continue
+            for number in event.block_hashes:
+                key = find_place(event), number
+                if isinstance(event, BlockStored):
+                    self.copies[key] += 1
+                    if self.copies[key] == 1:
+                        sent.append((">", *key))
+                else:
+                    self.copies[key] -= 1
+                    if self.copies[key] <= 0:
+                        del self.copies[key]
+                        sent.append(("-", *key))
+        return sent
+
+
+def one_by_one(events):
+    """What was sent, one hash an event."""
+    told = []
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            told.append("clear")
+        else:
+            sign = "-" if isinstance(event, BlockRemoved) else ">"
+            told += [(sign, find_place(event), number) for number in event.block_hashes]
+    return told
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.lists(events, max_size=6), max_size=8), st.booleans(), st.booleans())
+def test_any_events_are_sent_as_a_slow_model_says(batches, dense, coalesce):
+    state = StreamState(dense=dense, coalesce_removals=coalesce)
+    model, reader = SlowState(), Reader()
+    for number, batch in enumerate(batches):
+        before = draw(batch)
+        sent = state.apply(batch)
+        assert draw(batch) == before
+        assert one_by_one(sent) == model.apply(batch)
+        for event in sent:
+            if isinstance(event, BlockStored):
+                invariants.check_store(state, event, reader)
+            reader.read([event])
+        assert model.copies.keys() == reader.known.keys()
+        copies = {(place, found): block.num_copies for place, found, block in state.resident}
+        assert copies == dict(model.copies)
+        sequence, snapshot = state.take_snapshot()
+        assert sequence == number
+        late = Reader()
+        for event in snapshot[1:]:
+            invariants.check_store(state, event, late)
+            late.read([event])
+        assert late.known.keys() == reader.known.keys()
+        if dense:
+            invariants.check_knowledge(state, reader, late)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=10), st.booleans(), st.booleans())
+def test_without_exactness_every_hash_is_sent_as_often_as_it_is_told(batch, dense, coalesce):
+    state = StreamState(exact=False, dense=dense, coalesce_removals=coalesce)
+    sent = state.apply(batch)
+    assert one_by_one(sent) == one_by_one(batch)
+    for event in sent:
+        if isinstance(event, BlockStored):
+            invariants.check_store(state, event, Reader())
+        elif isinstance(event, BlockRemoved):
+            invariants.check_distinct(event)
