@@ -168,14 +168,13 @@ class Continuity:
         self._was_connected = False
         # The connection was lost: it is not known yet whether this is still the same life.
         self._is_doubtful = False
-        self._must_ask_again = False
         self._expected: int | None = None
         self._last_fingerprint: int | None = None
         self._last_live: int | None = None
         # Replayed batches that may still come live, by their bytes.
         self._replayed: dict[int, int] = {}
-        # A replayed batch's number and time: live batches before it are in a snapshot, or were called lost.
-        self._passed: tuple[int, float] | None = None
+        # A replayed batch's number: live batches up to there are in a snapshot, or were called lost.
+        self._passed: int | None = None
         if can_replay:
             self._ask(now)
 
@@ -239,7 +238,7 @@ class Continuity:
             if sequence > (expected or 0):
                 items.append(self._lose(expected or 0, sequence - 1))
                 # What came live from before it is lost, too: it might be of a life before.
-                self._passed = sequence, time_of(payload)
+                self._passed = sequence
             return items + self._hand_on(sequence, payload, True)
         # A hole inside an answer: dropped on the way, or a number that was never sent. The next answer tells.
         return self._ask(now, is_overlapping=False)
@@ -256,11 +255,7 @@ class Continuity:
             # A publisher keeps at least its newest batch. This one never sent what we took last.
             return [self._begin_new_life(), *self._ask(now)]
         self._num_fruitless += 1  # until something is handed on
-        items = self._follow_held(now)
-        if self._must_ask_again and self.request is None:
-            self._must_ask_again = False
-            self._ask(now)
-        return items
+        return self._follow_held(now)
 
     def take_time(self, now: float) -> list[StreamItem]:
         """Time passed. Call it at `deadline`; earlier or later does no harm."""
@@ -289,18 +284,19 @@ class Continuity:
 
         A first time needs no more than the request that was made at the start. After that there may be a new
         life at the other end: until an answer has shown the last batch again, or said that it is gone, what
-        comes live waits.
+        comes live waits. What waited before is forgotten: it may be of the old life, and the answer has it
+        if it is not.
         """
         if not self.can_replay:
             return []
-        if self._was_connected:
-            self._is_doubtful = True
-            self._must_ask_again = self.request is not None
+        is_first = not self._was_connected
         self._was_connected = True
-        if self.request is None:
-            self._num_fruitless = 0
-            self._ask(now)
-        return []
+        if is_first and self.request is not None:
+            return []
+        self._is_doubtful = not is_first
+        self._num_fruitless = 0
+        self._held.clear()
+        return self._ask(now)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -326,7 +322,7 @@ class Continuity:
         if has_waited and replayed not in (None, hash(payload)):
             self._counts.num_stale += 1  # the publisher, asked later, sent something else under this number
             return []
-        is_known = replayed == hash(payload) or self._is_passed(sequence, payload)
+        is_known = replayed == hash(payload) or self._is_passed(sequence)
         self._last_live = sequence
         if is_known:
             self._counts.num_duplicates += 1
@@ -375,17 +371,15 @@ class Continuity:
         self._is_doubtful = False
         self._last_fingerprint = None  # not what the publisher has under this number
         self._replayed.clear()
-        self._passed = sequence, time_of(payload)
+        self._passed = sequence
         self._counts.num_snapshots += 1
         return items
 
-    def _is_passed(self, sequence: int, payload: bytes) -> bool:
-        """Is this live batch, whose number is below what was replayed, from before that in time, too?"""
-        if self._passed is None or sequence > self._passed[0]:
+    def _is_passed(self, sequence: int) -> bool:
+        """Was this live batch sent before what was replayed? Over one connection numbers only grow."""
+        if self._passed is None or sequence > self._passed:
             return False
-        if self._last_live is not None and sequence <= self._last_live:
-            return False  # live numbers only grow within one life
-        return time_of(payload) <= self._passed[1]
+        return self._last_live is None or sequence > self._last_live
 
     def _begin_new_life(self) -> StreamItem:
         self._expected = None
@@ -421,14 +415,6 @@ class Continuity:
         self.is_silent = True
         self._counts.num_silences += 1
         return PublisherSilent(now - self._last_life)
-
-
-def time_of(payload: bytes) -> float:
-    """When a batch was built; 0 for what is none."""
-    try:
-        return decode_batch(payload).ts
-    except EventStreamError:
-        return 0.0
 
 
 def is_snapshot(payload: bytes) -> bool:

@@ -260,13 +260,12 @@ class KVEventSubscriber:
         """Until a socket may have something. ZeroMQ's descriptors say so, without sockets of another kind."""
         loop = asyncio.get_running_loop()
         has_news = asyncio.Event()
-        descriptors: list[int] = [int(one.FD) for one in self._sockets()]
-        descriptors.append(self._wake_reader.fileno())
+        descriptors: list[Any] = [self._wake_reader.fileno(), *(one.FD for one in self._sockets())]
         for descriptor in descriptors:
             loop.add_reader(descriptor, has_news.set)
         try:
             # A descriptor tells of changes only: what came before it was watched has to be looked for.
-            if not any(one.EVENTS & zmq.POLLIN for one in self._sockets()):
+            if not any(int(one.EVENTS) & zmq.POLLIN for one in self._sockets()):
                 await asyncio.wait_for(has_news.wait(), wait_s)
         except TimeoutError:
             pass
@@ -276,18 +275,16 @@ class KVEventSubscriber:
 
     def _read(self) -> bool:
         """Take what has arrived, without waiting; was there anything, or is there an item?"""
-        num_read = 0
-        if self._monitor is not None:
-            while (message := receive(self._monitor)) is not None:
-                num_read += 1
-                self._num_connections += 1
-                self._take(self._machine.take_connected(time.monotonic()))
-                del message
-        for _ in range(_READ_AT_ONCE):
-            message = receive(self._live)
-            if message is None:
-                break
+        arrived: list[list[bytes]] = []
+        while len(arrived) < _READ_AT_ONCE and (message := receive(self._live)) is not None:
+            arrived.append(message)
+        num_read = len(arrived)
+        # After them, and told before them: what comes over a new connection may be of a new life.
+        while self._monitor is not None and receive(self._monitor) is not None:
             num_read += 1
+            self._num_connections += 1
+            self._take(self._machine.take_connected(time.monotonic()))
+        for message in arrived:
             self._take_live(message)
         for _ in range(_READ_AT_ONCE):
             # Taking a reply may end the request, and with it its socket.

@@ -17,7 +17,7 @@ class LivingPool:
         self.number = 0
 
     def step(self):
-        """One request comes and goes; its events."""
+        """One request comes and goes; its events, of which there are some, since its last tokens are new."""
         self.number += 1
         if self.rng.random() < 0.02:
             self.pool.reset_prefix_cache()
