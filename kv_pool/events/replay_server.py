@@ -14,8 +14,11 @@ from kv_pool.events.sequence_frames import make_end_frames, make_replay_frames, 
 from kv_pool.events.snapshot_batch import encode_in_pieces
 from kv_pool.events.zmq_module import zmq
 
-MAX_UNREAD_ANSWERS = 2
-"""Per reader. The ROUTER's high-water mark has room for as many, and snapshots can be large."""
+LOOK_AGAIN_MS = 20
+"""Until the next look whether a reader has read its snapshot; ZeroMQ tells with some delay."""
+
+COPY_BYTES = 1024
+"""What is shorter is copied into ZeroMQ rather than shared with it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -31,8 +34,8 @@ class ReplayServer:
     gone, or a hole, with state   one batch, number n: clear, everything resident; then n + 1 to newest, end
     ```
 
-    A reader that does not read holds up nobody: sending never waits, and who has two answers unread is not
-    sent a third, so that what is kept for it is bounded.
+    A reader that does not read holds up nobody, and costs a bounded amount of memory: sending never waits;
+    what the socket has no room for is not sent; a second snapshot is sent when the first has been read.
 
     Args:
         socket: a ROUTER, used and in the end closed by the server's thread.
@@ -68,10 +71,10 @@ class ReplayServer:
         self._encode = encode
         self._clock = clock
         self._snapshot: SentBatch | None = None
-        self._unread: dict[bytes, list[zmq.MessageTracker]] = {}
+        self._unread_snapshots: dict[bytes, zmq.MessageTracker] = {}
+        self._deferred: dict[bytes, int] = {}
         self._is_stopping = False
-        # With a threshold of 0 ZeroMQ tells when it has let go of a message, however small.
-        socket.copy_threshold = 0
+        socket.copy_threshold = COPY_BYTES
         # The thread waits for sockets, so it is woken by one.
         address = f"inproc://kv_pool-replay-{id(self)}"
         self._wake_sender: zmq.SyncSocket = context.socket(zmq.PAIR)
@@ -96,7 +99,7 @@ class ReplayServer:
         poller.register(self._wake_receiver, zmq.POLLIN)
         try:
             while not self._is_stopping:
-                poller.poll()
+                poller.poll(LOOK_AGAIN_MS if self._deferred else None)
                 self._answer_requests()
         except zmq.ContextTerminated:
             _logger.warning("the ZeroMQ context was terminated before the publisher was closed")
@@ -105,41 +108,67 @@ class ReplayServer:
 
     def _answer_requests(self) -> None:
         """Answer those that are there. Readers that come together, after a restart, share one snapshot."""
+        deferred, self._deferred = self._deferred, {}
+        for identity, start in deferred.items():
+            self._try_to_answer(identity, start)
         while not self._is_stopping:
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
             try:
-                self._answer(frames)
-            except Exception:
-                # Whatever goes wrong for one reader, the others are served.
-                self.num_abandoned += 1
-                _logger.exception("a replay request was not answered")
+                if len(frames) != 3 or frames[1]:
+                    raise EventStreamError(
+                        f"a replay request has {len(frames)} frames, not identity, empty, start"
+                    )
+                start = unpack_sequence(frames[2])
+            except EventStreamError as error:
+                self.num_malformed += 1
+                _logger.debug("a malformed request was ignored: %s", error)
+                continue
+            self._try_to_answer(frames[0], start)
         self._snapshot = None
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def _try_to_answer(self, identity: bytes, start: int) -> None:
         try:
-            if len(frames) != 3 or frames[1]:
-                raise EventStreamError(
-                    f"a replay request has {len(frames)} frames, not identity, empty, start"
-                )
-            start = unpack_sequence(frames[2])
-        except EventStreamError as error:
-            self.num_malformed += 1
-            _logger.debug("a malformed request was ignored: %s", error)
-            return
-        identity = frames[0]
-        if self._has_unread_answers(identity):
+            self._answer(identity, start)
+        except zmq.ZMQError as error:
             self.num_abandoned += 1
-            _logger.warning("a reader asks for replays and does not read them; this one is left out")
-            return
+            _logger.warning("a reader did not get all of a replay: it is gone, or does not read: %s", error)
+        except Exception:
+            # Whatever goes wrong for one reader, the others are served.
+            self.num_abandoned += 1
+            _logger.exception("a replay request was not answered")
+
+    def _answer(self, identity: bytes, start: int) -> None:
+        """Send an answer, end marker included. Raises ZMQError if the reader is gone, or full."""
         if self._state is None or self._buffer.has_all_from(start):
             self._send(identity, self._buffer.list_from(start))
-            return
-        snapshot = self._take_snapshot(self._state)
-        if self._send(identity, [snapshot, *self._buffer.list_from(snapshot[0] + 1)]):
+            self.num_replays += 1
+        elif not self._has_unread_snapshot(identity):
+            sequence, payload = self._take_snapshot(self._state)
+            frames = make_replay_frames(identity, self._topic, sequence, payload)
+            # Not copied, so that readers share it, and ZeroMQ says when it has let go of it.
+            tracker = self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True)
+            if tracker is not None:
+                self._unread_snapshots[identity] = tracker
+            self._send(identity, self._buffer.list_from(sequence + 1))
             self.num_snapshots += 1
+            self.num_replays += 1
+        elif identity not in self._deferred:
+            self._deferred[identity] = start
+        else:
+            self.num_abandoned += 1
+            _logger.warning(
+                "a reader asks for one snapshot after the other and does not read; one is left out"
+            )
+
+    def _send(self, identity: bytes, batches: list[SentBatch]) -> None:
+        for sequence, payload in batches:
+            self._socket.send_multipart(
+                make_replay_frames(identity, self._topic, sequence, payload), zmq.DONTWAIT
+            )
+        self._socket.send_multipart(make_end_frames(identity), zmq.DONTWAIT)
 
     def _take_snapshot(self, state: ResidentState) -> SentBatch:
         """One batch with all that is resident; the one before if the stream goes on from there, too."""
@@ -159,29 +188,10 @@ class ReplayServer:
                 raise EventStreamError("the publisher was closed while a snapshot was taken")
             yield chunk
 
-    def _send(self, identity: bytes, batches: list[SentBatch]) -> bool:
-        """Send an answer, end marker included; False if the reader was gone or had no room for it."""
-        try:
-            for sequence, payload in batches:
-                frames = make_replay_frames(identity, self._topic, sequence, payload)
-                self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-            tracker = self._socket.send_multipart(
-                make_end_frames(identity), zmq.DONTWAIT, copy=False, track=True
-            )
-        except zmq.ZMQError as error:
-            self.num_abandoned += 1
-            _logger.warning("a reader did not get all of a replay: it is gone, or does not read: %s", error)
-            return False
-        if tracker is not None:
-            self._unread.setdefault(identity, []).append(tracker)
-        self.num_replays += 1
-        return True
-
-    def _has_unread_answers(self, identity: bytes) -> bool:
-        """Has this reader as many answers coming as it may have?"""
-        # Readers come and go, under a new identity each time: forget those who have read everything.
-        for reader, trackers in list(self._unread.items()):
-            trackers[:] = [tracker for tracker in trackers if not tracker.done]
-            if not trackers:
-                del self._unread[reader]
-        return len(self._unread.get(identity, ())) >= MAX_UNREAD_ANSWERS
+    def _has_unread_snapshot(self, identity: bytes) -> bool:
+        """Has ZeroMQ yet to get rid of the last snapshot for this reader?"""
+        # Readers come and go, under a new identity each time: forget those who have read theirs.
+        for reader, tracker in list(self._unread_snapshots.items()):
+            if tracker.done:
+                del self._unread_snapshots[reader]
+        return identity in self._unread_snapshots

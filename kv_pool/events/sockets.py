@@ -47,10 +47,10 @@ class PublisherSockets:
             self.replay: zmq.SyncSocket | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                # Room for two whole replays: a reader that has two unread is not sent a third.
-                self.replay = self._open(
-                    zmq.ROUTER, endpoints, config.linger_s, 2 * (config.buffer_steps + 1)
-                )
+                # A whole answer is a snapshot, the buffer and an end marker. ZeroMQ notices what was read
+                # half a mark late, so one has room when the reader has read the one before.
+                hwm = 2 * (config.buffer_steps + 2)
+                self.replay = self._open(zmq.ROUTER, endpoints, config.linger_s, hwm)
                 # Without this what a reader has no room for is lost in silence, the end marker included.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = self._attach(self.replay, replay_endpoint, binds=True)
@@ -124,13 +124,18 @@ def _load_keys(path: str | None) -> tuple[bytes, bytes] | None:
 
 def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":
     """Admit the readers whose public keys are in a directory, and nobody else."""
+    from zmq.auth import load_certificates
     from zmq.auth.thread import ThreadAuthenticator
 
+    try:
+        num_keys = len(load_certificates(keys_dir))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
+    if not num_keys:
+        raise InvalidArgumentError(
+            f"curve_client_keys_dir {keys_dir} has no .key file, so nobody could read; put public keys there"
+        )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    try:
-        authenticator.configure_curve(domain="*", location=keys_dir)
-    except Exception as error:
-        authenticator.stop()
-        raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
+    authenticator.configure_curve(domain="*", location=keys_dir)
     return authenticator

@@ -1,0 +1,31 @@
+"""Publishers for tests: on free ports, closed at the end."""
+
+from kv_pool.core.kv_events import AllBlocksCleared
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.publisher import ZMQEventPublisher
+
+FREE_PORT = "tcp://127.0.0.1:0"
+
+
+def make_publisher(state=None, clock=lambda: 1700000000.5, **settings):
+    settings = {"endpoint": FREE_PORT, "replay_endpoint": FREE_PORT, "linger_s": 5.0} | settings
+    return ZMQEventPublisher(PublisherConfig(**settings), state, clock)
+
+
+class GatedState:
+    """A state that holds up the publisher's thread at its first batch until the gate is open."""
+
+    def __init__(self, entered, gate):
+        self.entered = entered
+        self.gate = gate
+        self.applied = []
+
+    def apply(self, events, sequence=None):
+        if events:
+            self.entered.set()
+            assert self.gate.wait(20)
+            self.applied += events
+        return events
+
+    def iter_snapshot(self):
+        return -1, iter([[AllBlocksCleared()]])

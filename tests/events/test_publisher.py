@@ -1,0 +1,435 @@
+"""Both publishers keep one contract; what is said of sockets is tried on sockets."""
+
+import socket as tcp
+import subprocess
+import sys
+import threading
+
+import pytest
+import zmq
+import zmq.auth
+from events.made_publisher import FREE_PORT, GatedState, make_publisher
+from events.stream_readers import TIMEOUT_MS, Reader, Requester, Subscriber, removed, subscribed
+from zmq.utils.monitor import recv_monitor_message
+
+from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
+from kv_pool.errors import EndpointError, InvalidArgumentError, KVPoolError, PublisherClosedError
+from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
+from kv_pool.events.config import GroupSpec
+from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
+
+MAKERS = {"null": NullEventPublisher, "zmq": make_publisher}
+
+
+@pytest.fixture(params=MAKERS)
+def any_publisher(request):
+    with MAKERS[request.param]() as publisher:
+        yield publisher
+
+
+def stored(group_idx=0, **optional):
+    return BlockStored([1], None, [1], 1, None, "GPU", None, group_idx=group_idx, **optional)
+
+
+# ---- the contract of all publishers ------------------------------------------------------------------
+
+
+def test_a_publisher_takes_events_and_tells_numbers(any_publisher):
+    any_publisher.publish([removed(1)])
+    any_publisher.publish([])
+    assert isinstance(any_publisher.statistics(), PublisherStatistics)
+
+
+def test_closing_twice_is_closing_once(any_publisher):
+    any_publisher.publish([removed(1)])
+    any_publisher.close()
+    any_publisher.close()
+
+
+def test_a_closed_publisher_refuses_events(any_publisher):
+    any_publisher.close()
+    with pytest.raises(PublisherClosedError):
+        any_publisher.publish([removed(1)])
+
+
+def test_leaving_the_context_closes(any_publisher):
+    with any_publisher as entered:
+        assert entered is any_publisher
+    with pytest.raises(PublisherClosedError):
+        any_publisher.publish([removed(1)])
+
+
+def test_endpoints_are_told_or_none(any_publisher):
+    for endpoint in (any_publisher.endpoint, any_publisher.replay_endpoint):
+        assert endpoint is None or (endpoint.startswith("tcp://127.0.0.1:") and not endpoint.endswith(":0"))
+
+
+# ---- live batches ------------------------------------------------------------------------------------
+
+
+def test_batches_come_in_order_numbered_without_a_gap():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        for number in range(100):
+            publisher.publish([removed(number), removed(number + 1)])
+        for number in range(100):
+            assert subscriber.receive_numbers() == (first + number, [number, number + 1])
+
+
+def test_the_frames_are_topic_sequence_payload():
+    events = [stored(kv_cache_spec_kind="full_attention")]
+    with (
+        make_publisher(topic="kv@pod@model", data_parallel_rank=3) as publisher,
+        subscribed(publisher, topic=b"kv@pod") as (subscriber, first),
+    ):
+        publisher.publish(events)
+        topic, sequence, payload = subscriber.receive_frames()
+    assert (topic, sequence) == (b"kv@pod@model", first.to_bytes(8, "big"))
+    assert payload == encode_batch(KVEventBatch(1700000000.5, events, 3))
+
+
+def test_no_events_are_no_batch():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        publisher.publish([])
+        publisher.publish([removed(1)])
+        assert subscriber.receive_numbers() == (first, [1])
+
+
+def test_a_clear_of_an_idle_engine_is_sent_at_once():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        publisher.publish([AllBlocksCleared()])
+        sequence, batch = subscriber.receive()
+    assert (sequence, batch.events) == (first, [AllBlocksCleared()])
+
+
+def test_the_array_form_is_sent_when_asked_for():
+    with make_publisher(positional=True) as publisher, subscribed(publisher) as (subscriber, _):
+        publisher.publish([removed(1)])
+        payload = subscriber.receive_frames()[2]
+    assert payload == encode_batch_positional(KVEventBatch(1700000000.5, [removed(1)], 0))
+
+
+def test_stores_carry_the_kind_of_their_group():
+    groups = (GroupSpec(), GroupSpec(kind="sliding_window", sliding_window=128))
+    with make_publisher(groups=groups) as publisher, subscribed(publisher) as (subscriber, _):
+        publisher.publish(
+            [stored(0), stored(1), stored(7), stored(None), stored(0, kv_cache_spec_kind="mamba")]
+        )
+        _, batch = subscriber.receive()
+    assert [(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in batch.events] == [
+        ("full_attention", None),
+        ("sliding_window", 128),
+        ("unknown", None),
+        (None, None),
+        ("mamba", None),
+    ]
+
+
+def test_an_idle_publisher_sends_empty_batches():
+    with make_publisher(heartbeat_s=0.001) as publisher, Subscriber(publisher.endpoint) as subscriber:
+        first, batch = subscriber.receive()
+        assert batch.events == []
+        assert [subscriber.receive()[0] for _ in range(3)] == [first + 1, first + 2, first + 3]
+    assert publisher.statistics().num_empty_batches_sent >= 4
+
+
+def test_a_batch_that_cannot_be_encoded_leaves_a_hole_and_the_next_one_is_sent():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        publisher.publish([removed(1), object()])
+        publisher.publish([removed(2**64)])
+        publisher.publish(7)
+        publisher.publish([removed(4)])
+        assert subscriber.receive_numbers() == (first + 3, [4])
+        statistics = publisher.statistics()
+    assert (statistics.num_batches_failed, statistics.num_events_failed) == (3, 4)
+
+
+def test_several_threads_may_publish():
+    num_threads, num_batches = 4, 500
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+
+        def publish(thread):
+            for number in range(num_batches):
+                publisher.publish([removed(thread * num_batches + number)])
+
+        threads = [threading.Thread(target=publish, args=(thread,)) for thread in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        seen = [[] for _ in threads]
+        for offset in range(num_threads * num_batches):
+            sequence, (number,) = subscriber.receive_numbers()
+            assert sequence == first + offset
+            seen[number // num_batches].append(number % num_batches)
+        for thread in threads:
+            thread.join()
+    assert seen == [list(range(num_batches))] * num_threads
+
+
+# ---- a full queue ------------------------------------------------------------------------------------
+
+
+def publish_into_a_full_queue(when_full):
+    """Batches 1 to 5 for a queue of 3 behind batch 0, which is held up; what was applied, and the numbers."""
+    entered, gate = threading.Event(), threading.Event()
+    state = GatedState(entered, gate)
+    publisher = make_publisher(state, max_queue_size=3, when_full=when_full)
+    with publisher:
+        publisher.publish([removed(0)])
+        assert entered.wait(20)
+        for number in range(1, 6):
+            publisher.publish([removed(number)])
+        dropped = publisher.statistics()
+        gate.set()
+        with Requester(publisher.replay_endpoint) as requester:
+            if when_full == "drop_newest":
+                requester.ask_until(0, 3)
+                publisher.publish([removed(6)])
+                answer = requester.ask_until(0, 6)
+            else:
+                answer = requester.ask_until(0, 5)
+    assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
+    return [
+        (
+            sequence,
+            [
+                "clear" if isinstance(event, AllBlocksCleared) else event.block_hashes[0]
+                for event in batch.events
+            ],
+        )
+        for sequence, batch in answer
+    ]
+
+
+def test_a_full_queue_loses_the_oldest_and_leaves_a_hole_there():
+    assert publish_into_a_full_queue("drop_oldest") == [(0, [0]), (3, ["clear", 3]), (4, [4]), (5, [5])]
+
+
+def test_a_full_queue_loses_the_newest_and_leaves_a_hole_there():
+    answer = publish_into_a_full_queue("drop_newest")
+    assert answer == [(0, [0]), (1, [1]), (2, [2]), (3, [3]), (6, ["clear", 6])]
+
+
+# ---- closing -----------------------------------------------------------------------------------------
+
+
+def test_closing_sends_what_is_queued():
+    publisher = make_publisher()
+    with subscribed(publisher) as (subscriber, first):
+        for number in range(1_000):
+            publisher.publish([removed(number)])
+        publisher.close()
+        for number in range(1_000):
+            assert subscriber.receive_numbers() == (first + number, [number])
+    statistics = publisher.statistics()
+    assert (statistics.num_queued, statistics.last_sequence) == (0, first + 999)
+
+
+def test_closing_gives_up_on_a_subscriber_that_does_not_read():
+    publisher = make_publisher(linger_s=0.0)
+    with subscribed(publisher) as (_, first):
+        publisher.publish([removed(1)])
+        publisher.close()
+    statistics = publisher.statistics()
+    assert statistics.num_queued == 0
+    assert statistics.num_batches_sent + statistics.num_batches_dropped == first + 1
+
+
+def test_a_program_that_forgets_to_close_ends():
+    code = (
+        "from kv_pool.events.config import PublisherConfig\n"
+        "from kv_pool.events.publisher import ZMQEventPublisher\n"
+        "from kv_pool.core.kv_events import AllBlocksCleared\n"
+        f"config = PublisherConfig(endpoint={FREE_PORT!r}, replay_endpoint={FREE_PORT!r})\n"
+        "publisher = ZMQEventPublisher(config)\n"
+        "publisher.publish([AllBlocksCleared()])\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stderr == ""
+
+
+# ---- endpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", ["endpoint", "replay_endpoint"])
+def test_a_port_in_use_is_a_typed_error_and_nothing_stays_open(taken):
+    with make_publisher() as publisher:
+        settings = {"endpoint": FREE_PORT, "replay_endpoint": FREE_PORT, taken: getattr(publisher, taken)}
+        with pytest.raises(EndpointError, match=r"cannot bind .*Take another port, or 0") as caught:
+            make_publisher(**settings)
+        assert caught.value.errno == zmq.EADDRINUSE
+        assert isinstance(caught.value, OSError)
+        assert isinstance(caught.value, KVPoolError)
+    with make_publisher(**settings):  # and now it is free
+        pass
+
+
+def test_an_address_of_another_machine_cannot_be_bound():
+    with pytest.raises(EndpointError, match="connects to one of another"):
+        make_publisher(endpoint="tcp://192.0.2.1:5557", bind=True)
+
+
+def test_a_publisher_can_connect_to_a_subscriber_that_binds():
+    with Reader(zmq.SUB, "inproc://unused") as reader:
+        reader.socket.subscribe(b"")
+        port = reader.socket.bind_to_random_port("tcp://127.0.0.1")
+        with make_publisher(endpoint=f"tcp://127.0.0.1:{port}", bind=False) as publisher:
+            while not reader.socket.poll(10):
+                publisher.publish([removed(1)])
+
+
+def test_ranks_have_ports_of_their_own():
+    with make_publisher() as free:
+        port = int(free.endpoint.rpartition(":")[2])
+    with make_publisher(
+        endpoint=f"tcp://127.0.0.1:{port}", data_parallel_rank=1, replay_endpoint=None
+    ) as publisher:
+        assert publisher.endpoint == f"tcp://127.0.0.1:{port + 1}"
+        assert publisher.replay_endpoint is None
+
+
+def test_inproc_is_found_in_the_shared_context():
+    with make_publisher(
+        endpoint="inproc://test-events", data_parallel_rank=2, replay_endpoint=None
+    ) as publisher:
+        assert publisher.endpoint == "inproc://test-events_dp2"
+        socket = zmq.Context.instance().socket(zmq.SUB)
+        socket.connect(publisher.endpoint)
+        socket.subscribe(b"")
+        while not socket.poll(10):
+            publisher.publish([removed(1)])
+        socket.close(linger=0)
+
+
+def test_garbage_on_the_ports_changes_nothing():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+            host, port = endpoint.removeprefix("tcp://").split(":")
+            for garbage in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"\xff" * 10 + b"\x7f" + b"\x03" + b"\0" * 5_000,
+                bytes(range(256)),
+            ):
+                with tcp.create_connection((host, int(port)), timeout=20) as connection:
+                    connection.sendall(garbage)
+        publisher.publish([removed(1)])
+        assert subscriber.receive_numbers() == (first, [1])
+        with Requester(publisher.replay_endpoint) as requester:
+            assert requester.ask_for_sequences(first) == [first]
+
+
+# ---- restarts ----------------------------------------------------------------------------------------
+
+
+def test_a_restart_with_zero_goes_down_and_with_the_clock_up():
+    now = [1700000000.0]
+    first_batches = {}
+    for first_sequence in ("zero", "clock"):
+        for life in range(2):
+            now[0] += 1
+            with (
+                make_publisher(clock=lambda: now[0], first_sequence=first_sequence) as publisher,
+                Requester(publisher.replay_endpoint) as requester,
+            ):
+                assert publisher.statistics().last_sequence is None
+                publisher.publish([removed(life)])
+                publisher.publish([removed(life)])
+                first = 0 if first_sequence == "zero" else int(now[0] * 1e6)
+                answer = requester.ask_until(0, first + 1)
+                first_batches[first_sequence, life] = [sequence for sequence, _ in answer]
+    assert first_batches["zero", 0] == first_batches["zero", 1] == [0, 1]
+    assert first_batches["clock", 0] == [1700000003000000, 1700000003000001]
+    assert first_batches["clock", 1] == [1700000004000000, 1700000004000001]
+
+
+# ---- CURVE -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Key files of a server and two clients, and a directory in which only the first client is."""
+    made = {name: zmq.auth.create_certificates(tmp_path, name) for name in ("server", "friend", "stranger")}
+    admitted = tmp_path / "admitted"
+    admitted.mkdir()
+    (admitted / "friend.key").write_bytes((tmp_path / "friend.key").read_bytes())
+    return {name: secret for name, (_, secret) in made.items()} | {"admitted": str(admitted)}
+
+
+def client_options(keys, name):
+    public_key, secret_key = zmq.auth.load_certificate(keys[name])
+    server_key, _ = zmq.auth.load_certificate(keys["server"])
+    return {"curve_publickey": public_key, "curve_secretkey": secret_key, "curve_serverkey": server_key}
+
+
+def handshake_of(kind, endpoint, **options):
+    """How the handshake of a new connection ends, as the monitor's event."""
+    outcomes = (
+        zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_DISCONNECTED
+    )
+    with Reader(kind, "inproc://unused", **options) as reader:
+        monitor = reader.socket.get_monitor_socket(outcomes)
+        reader.socket.connect(endpoint)
+        assert monitor.poll(TIMEOUT_MS)
+        event = recv_monitor_message(monitor)["event"]
+        reader.socket.disable_monitor()
+        monitor.close(linger=0)
+    return event
+
+
+def test_an_encrypted_stream_is_read_by_who_has_the_servers_key(keys):
+    with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
+        options = client_options(keys, "friend")
+        with subscribed(publisher, **options) as (subscriber, first):
+            publisher.publish([removed(5)])
+            assert subscriber.receive_numbers() == (first, [5])
+        with Requester(publisher.replay_endpoint, **options) as requester:
+            assert requester.ask_for_sequences(first) == [first]
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
+def test_an_encrypted_stream_refuses_those_without_the_servers_key(keys, kind):
+    with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
+        endpoint = publisher.endpoint if kind == zmq.SUB else publisher.replay_endpoint
+        wrong = client_options(keys, "stranger")
+        wrong["curve_serverkey"] = wrong["curve_publickey"]
+        assert handshake_of(kind, endpoint, **client_options(keys, "friend")) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert handshake_of(kind, endpoint, **wrong) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert handshake_of(kind, endpoint) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+def test_only_listed_clients_are_admitted(keys):
+    settings = {"curve_secret_key_file": keys["server"], "curve_client_keys_dir": keys["admitted"]}
+    with make_publisher(**settings) as publisher:
+        for kind, endpoint in ((zmq.SUB, publisher.endpoint), (zmq.DEALER, publisher.replay_endpoint)):
+            friend, stranger = client_options(keys, "friend"), client_options(keys, "stranger")
+            assert handshake_of(kind, endpoint, **friend) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            assert handshake_of(kind, endpoint, **stranger) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+def test_keys_that_cannot_be_used_are_told(keys, tmp_path):
+    empty = tmp_path / "empty.key"
+    empty.write_text("nothing\n")
+    for path in (str(tmp_path / "missing"), str(empty), keys["server"].removesuffix("_secret")):
+        with pytest.raises(InvalidArgumentError, match="curve_secret_key_file"):
+            make_publisher(curve_secret_key_file=path)
+    with pytest.raises(InvalidArgumentError, match="curve_client_keys_dir"):
+        make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=str(tmp_path / "none"))
+
+
+# ---- without pyzmq -----------------------------------------------------------------------------------
+
+
+def test_without_pyzmq_the_error_says_how_to_get_it():
+    code = (
+        "import sys; sys.modules['zmq'] = None\n"
+        "import kv_pool.events.config, kv_pool.events.event_publisher\n"
+        "from kv_pool.errors import MissingDependencyError\n"
+        "try:\n    import kv_pool.events.publisher\n"
+        "except MissingDependencyError as error: print(error)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'kv_pool[zmq]'" in told.stdout
