@@ -12,6 +12,7 @@ def main() -> None:
         import typer
     except ImportError:
         sys.exit("kv-pool needs typer and rich: pip install 'kv_pool[cli]'")
+    from kv_pool.cli.events import events
     from kv_pool.cli.info import info
     from kv_pool.cli.replay import replay
     from kv_pool.cli.sweep import sweep
@@ -25,6 +26,7 @@ def main() -> None:
     )
     app.command()(replay)
     app.command()(sweep)
+    app.command()(events)
     app.command()(info)
     try:
         app()

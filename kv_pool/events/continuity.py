@@ -240,8 +240,12 @@ class Continuity:
                 # What came live from before it is lost, too: it might be of a life before.
                 self._passed = sequence
             return items + self._hand_on(sequence, payload, True)
-        # A hole inside an answer: dropped on the way, or a number that was never sent. The next answer tells.
-        return self._ask(now, is_overlapping=False)
+        # A hole inside an answer: what came live may fill it. If not, it was dropped on the way, or is a
+        # number that was never sent; the next answer tells.
+        items = self._fill_from_held(sequence)
+        if self._expected == sequence:
+            return items + self._hand_on(sequence, payload, True)
+        return items + self._ask(now, is_overlapping=False)
 
     def take_replay_end(self, now: float) -> list[StreamItem]:
         """The answer to `request` is complete."""
@@ -373,6 +377,21 @@ class Continuity:
         self._replayed.clear()
         self._passed = sequence
         self._counts.num_snapshots += 1
+        return items
+
+    def _fill_from_held(self, end: int) -> list[StreamItem]:
+        """Hand on what came live and is next, up to `end`, not included."""
+        items: list[StreamItem] = []
+        while self._held and self._expected is not None:
+            sequence, payload = self._held[0]
+            if sequence > self._expected or sequence >= end:
+                break
+            if sequence == self._expected:
+                items += self._hand_on(sequence, payload, False)
+            elif self._replayed.get(sequence) != hash(payload) and not self._is_passed(sequence):
+                break
+            self._held.popleft()
+            self._last_live = sequence
         return items
 
     def _is_passed(self, sequence: int) -> bool:

@@ -239,6 +239,17 @@ def test_a_hole_in_an_answer_is_asked_for_once_more_and_filled():
     assert stream.replay("a2", "a3", "a4", "a5", "end") == "a2r a3r a4r a5r"
 
 
+def test_a_hole_in_an_answer_is_filled_by_what_came_live():
+    """The publisher's buffer moved on while it answered with a snapshot."""
+    stream = started("a0")
+    stream.live("a2", "a3", "a4", "a5")
+    assert stream.asked() == 0
+    assert stream.replay("S3") == "skipped:1-2 S3r"
+    assert stream.replay("a5") == "a4 a5r"
+    assert stream.replay("end") == ""
+    assert stream.asked() is None
+
+
 def test_a_hole_that_is_there_again_is_a_loss():
     """A batch that could not be encoded leaves one for good."""
     stream = started("a0")

@@ -249,6 +249,7 @@ def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
     subscriber = subscribe(publisher)
     num_published = 0
     num_snapshots = 0
+    num_restarts = 0
     for fault in range(1, 9):
         for _ in range(rng.randrange(1, 60)):
             publisher.publish(life.step())
@@ -265,10 +266,13 @@ def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
             life = LivingPool(seed=fault)
             publisher = our_publisher(**options, **places)
             num_published = 0
+            num_restarts += 1
     publisher.publish(life.step())
     read_to_the_end(subscriber, publisher, num_published + 1, mirror)
     assert mirror.state_of("pool") == pool_map(life.pool)
-    assert num_snapshots + subscriber.stats().counts.num_snapshots <= 9
+    # One for the start and each fault, and one more where a new publisher had sent more than its buffer holds
+    # between its answer and the moment that ZeroMQ knew of the subscription.
+    assert num_snapshots + subscriber.stats().counts.num_snapshots <= 1 + fault + num_restarts
     subscriber.close()
     publisher.close()
 
@@ -310,6 +314,7 @@ def test_with_one_live_batch_in_a_hundred_lost_the_mirror_is_the_pool(buffer_ste
                 for item in subscriber.poll():
                     items.append(item)
                     note(item)
+        wait_until_sent(publisher, published)
         dropping.share = 0.0
         publisher.publish(life.step())
         items += read_to_the_end(subscriber, publisher, published + 1, mirror)
