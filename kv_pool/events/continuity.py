@@ -142,6 +142,9 @@ class Continuity:
         silence_after_s: without any sign of life for so long, the publisher is asked, then called silent.
             None for publishers that may have nothing to say.
         max_held: live batches kept during a replay; beyond that the oldest go, since the replay has them.
+        settle_s: so long after a connection was made, if nothing has come live by then, the publisher is
+            asked once more: ZeroMQ's publishers learn of a subscription a moment later, and a batch sent in
+            between reaches nobody. None for no such request.
 
     Memory: at most `max_held` payloads, and a fingerprint each of 100 000 replayed batches.
     """
@@ -154,6 +157,7 @@ class Continuity:
         max_attempts: int = 3,
         silence_after_s: float | None = None,
         max_held: int = 10_000,
+        settle_s: float | None = 0.25,
     ) -> None:
         self.can_replay = can_replay
         self.replay_timeout_s = replay_timeout_s
@@ -166,6 +170,8 @@ class Continuity:
         self._last_life = now
         self._num_fruitless = 0
         self._was_connected = False
+        self._settle_s = settle_s
+        self._settled_at: float | None = None
         # The connection was lost: it is not known yet whether this is still the same life.
         self._is_doubtful = False
         self._expected: int | None = None
@@ -176,6 +182,7 @@ class Continuity:
         # A replayed batch's number: live batches up to there are in a snapshot, or were called lost.
         self._passed: int | None = None
         if can_replay:
+            self._let_settle(now)
             self._ask(now)
 
     @property
@@ -192,9 +199,10 @@ class Continuity:
         """When `take_time` should be called if nothing comes before; None for never."""
         if self.request is not None:
             return self.request.deadline
-        if self.silence_after_s is None or self.is_silent:
-            return None
-        return self._last_life + self.silence_after_s
+        times = [] if self._settled_at is None else [self._settled_at]
+        if self.silence_after_s is not None and not self.is_silent:
+            times.append(self._last_life + self.silence_after_s)
+        return min(times, default=None)
 
     def counts(self) -> ContinuityCounts:
         """A copy."""
@@ -205,6 +213,7 @@ class Continuity:
     def take_live(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
         """A batch came live."""
         self._note_life(now)
+        self._settled_at = None
         if self.request is not None:
             self._held.append((sequence, payload))
             return []
@@ -267,6 +276,9 @@ class Continuity:
         if request is None:
             if self.deadline is None or now < self.deadline:
                 return []
+            if self._settled_at is not None and now >= self._settled_at:
+                self._settled_at = None
+                return self._ask(now)
             if self.can_replay:
                 self._ask(now, is_probe=True)
                 return []
@@ -293,6 +305,7 @@ class Continuity:
         """
         if not self.can_replay:
             return []
+        self._let_settle(now)
         is_first = not self._was_connected
         self._was_connected = True
         if is_first and self.request is not None:
@@ -425,6 +438,9 @@ class Continuity:
         self.request = ReplayRequest(start, is_overlapping, now + self.replay_timeout_s, is_probe)
         self._counts.num_requests += 1
         return []
+
+    def _let_settle(self, now: float) -> None:
+        self._settled_at = None if self._settle_s is None else now + self._settle_s
 
     def _note_life(self, now: float) -> None:
         self._last_life = now

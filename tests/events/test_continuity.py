@@ -30,6 +30,7 @@ class Stream:
 
     def __init__(self, can_replay=True, **options):
         self.now = 100.0
+        options = {"settle_s": None, **options}
         self.machine = Continuity(can_replay, self.now, **options)
         self.last_request = None
 
@@ -162,6 +163,21 @@ def test_a_publisher_that_has_nothing_to_replay_is_asked_twice():
     assert stream.replay("end") == ""
     assert (stream.asked(), stream.replay("end")) == (0, "lost:0-2 a3")
     assert stream.live("a4") == "a4"
+
+
+def test_batches_between_the_answer_and_the_subscription_are_asked_for_though_none_follows():
+    """A publisher learns of a subscription a moment after the connection; what it sends before is lost."""
+    stream = started("a0", settle_s=0.25)
+    assert stream.wait(0.25) == ""
+    assert stream.asked() == 0
+    assert stream.replay("a0", "a1", "a2", "end") == "a1r a2r"
+    assert stream.machine.deadline is None
+
+
+def test_a_live_batch_shows_that_the_subscription_is_known():
+    stream = started("a0", settle_s=0.25)
+    assert stream.live("a1") == "a1"
+    assert stream.machine.deadline is None
 
 
 def test_without_a_replay_endpoint_a_late_start_is_a_loss():
@@ -541,7 +557,7 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(has_snapsho
     words = {"R": "restart", "C": "clock", "A": "answer", "P": "part", "T": "time", "L": "live again"}
     steps = [words.get(step, step) for step in steps]
     life, sequence, sent = 0, 0, []  # this life's batches as (sequence, payload)
-    stream = Stream(silence_after_s=10)
+    stream = Stream(silence_after_s=10, settle_s=1)
     machine = stream.machine
     machine.take_connected(stream.now)
     held, is_whole = [], True
