@@ -37,6 +37,9 @@ class ReplayServer:
     A reader that does not read holds up nobody, and costs a bounded amount of memory: sending never waits;
     what the socket has no room for is not sent; a second snapshot is sent when the first has been read.
 
+    When more batches than the buffer holds pass while a snapshot is taken, the answer has a gap behind it;
+    the reader sees that, and asks again.
+
     Args:
         socket: a ROUTER, used and in the end closed by the server's thread.
         encode: of the batches in snapshots.
@@ -142,42 +145,58 @@ class ReplayServer:
 
     def _answer(self, identity: bytes, start: int) -> None:
         """Send an answer, end marker included. Raises ZMQError if the reader is gone, or full."""
-        if self._state is None or self._buffer.has_all_from(start):
-            self._send(identity, self._buffer.list_from(start))
-            self.num_replays += 1
-        elif not self._has_unread_snapshot(identity):
-            sequence, payload = self._take_snapshot(self._state)
+        snapshot = None
+        if self._state is not None and not self._buffer.has_all_from(start):
+            if self._has_unread_snapshot(identity):
+                self._defer(identity, start)
+                return
+            snapshot = self._take_snapshot(self._state)
+        if snapshot is not None:
+            sequence, payload = snapshot
             frames = make_replay_frames(identity, self._topic, sequence, payload)
             # Not copied, so that readers share it, and ZeroMQ says when it has let go of it.
-            tracker = self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True)
+            tracker = self._send(frames, is_shared=True)
             if tracker is not None:
                 self._unread_snapshots[identity] = tracker
-            self._send(identity, self._buffer.list_from(sequence + 1))
+            start = sequence + 1
             self.num_snapshots += 1
-            self.num_replays += 1
-        elif identity not in self._deferred:
-            self._deferred[identity] = start
-        else:
+        for sequence, payload in self._buffer.list_from(start):
+            frames = make_replay_frames(identity, self._topic, sequence, payload)
+            self._send(frames)
+        self._send(make_end_frames(identity))
+        self.num_replays += 1
+
+    def _send(self, frames: list[bytes], is_shared: bool = False) -> "zmq.MessageTracker | None":
+        """Send if there is room now. A shared message can be tracked: done when ZeroMQ has let go of it."""
+        try:
+            return self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not is_shared, track=is_shared)
+        except zmq.Again:
+            # ZeroMQ looks about once a millisecond how much has been read; when asked for events, at once.
+            self._socket.getsockopt(zmq.EVENTS)
+            return self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not is_shared, track=is_shared)
+
+    def _defer(self, identity: bytes, start: int) -> None:
+        if identity in self._deferred:
             self.num_abandoned += 1
-            _logger.warning(
-                "a reader asks for one snapshot after the other and does not read; one is left out"
-            )
+            _logger.warning("a reader asks for snapshots and does not read them; this request is left out")
+        else:
+            self._deferred[identity] = start
 
-    def _send(self, identity: bytes, batches: list[SentBatch]) -> None:
-        for sequence, payload in batches:
-            self._socket.send_multipart(
-                make_replay_frames(identity, self._topic, sequence, payload), zmq.DONTWAIT
-            )
-        self._socket.send_multipart(make_end_frames(identity), zmq.DONTWAIT)
+    def _take_snapshot(self, state: ResidentState) -> SentBatch | None:
+        """One batch with all that is resident; the one before if the stream goes on from there, too.
 
-    def _take_snapshot(self, state: ResidentState) -> SentBatch:
-        """One batch with all that is resident; the one before if the stream goes on from there, too."""
+        None if the state cannot tell: readers get what the buffer has then.
+        """
         if self._snapshot is None or not self._buffer.has_all_from(self._snapshot[0] + 1):
+            self._snapshot = None
             ts = self._clock()
-            sequence, chunks = state.iter_snapshot()
-            payload, num_left_out = encode_in_pieces(
-                ts, self._until_stopping(chunks), self._rank, self._encode
-            )
+            try:
+                sequence, chunks = state.iter_snapshot()
+                chunks = self._until_stopping(chunks)
+                payload, num_left_out = encode_in_pieces(ts, chunks, self._rank, self._encode)
+            except Exception:
+                _logger.exception("no snapshot could be taken")
+                return None
             self.num_events_failed += num_left_out
             self._snapshot = sequence, payload
         return self._snapshot

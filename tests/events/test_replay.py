@@ -1,0 +1,334 @@
+"""What readers that missed batches are answered, on real sockets."""
+
+import threading
+
+import pytest
+import zmq
+from events.made_publisher import make_publisher
+from events.stream_readers import Reader, Requester, numbers_of, removed, subscribed
+
+from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
+from kv_pool.events.batch import decode_batch
+from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
+from kv_pool.events.stream_state import StreamState
+
+
+def stored(block_hash, parent=None):
+    return BlockStored([block_hash], parent, [block_hash] * 2, 2, None, "GPU", None)
+
+
+def publish_numbers(publisher, numbers):
+    for number in numbers:
+        publisher.publish([removed(number)])
+
+
+def resident_after(batches):
+    """The hashes that someone knows who has read these batches."""
+    resident = set()
+    for _, batch in batches:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                resident.clear()
+            elif isinstance(event, BlockStored):
+                assert event.parent_block_hash is None or event.parent_block_hash in resident
+                resident.update(event.block_hashes)
+            else:
+                resident.difference_update(event.block_hashes)
+    return resident
+
+
+@pytest.fixture
+def publisher():
+    """Batches 0 to 7, of which 3 to 7 are still there."""
+    with make_publisher(buffer_steps=5, topic="t") as publisher:
+        publish_numbers(publisher, range(8))
+        with Requester(publisher.replay_endpoint) as requester:
+            requester.ask_until(0, 7)
+        yield publisher
+
+
+@pytest.mark.parametrize(
+    ("start", "sequences"),
+    [
+        (0, [3, 4, 5, 6, 7]),
+        (2, [3, 4, 5, 6, 7]),
+        (3, [3, 4, 5, 6, 7]),
+        (5, [5, 6, 7]),
+        (7, [7]),
+        (8, []),
+        (2**64 - 2, []),
+    ],
+)
+def test_a_reader_gets_what_is_left_from_the_wanted_sequence_on(publisher, start, sequences):
+    with Requester(publisher.replay_endpoint) as requester:
+        answer = requester.ask(start)
+    assert [sequence for sequence, _ in answer] == sequences
+    assert [numbers_of(batch) for _, batch in answer] == [[sequence] for sequence in sequences]
+
+
+def test_a_replay_has_the_frames_of_the_contract(publisher):
+    with Requester(publisher.replay_endpoint) as requester:
+        requester.request(7)
+        empty, topic, sequence, payload = requester.receive_frames()
+        end = requester.receive_frames()
+    assert (empty, topic, sequence) == (b"", b"t", pack_sequence(7))
+    assert numbers_of(decode_batch(payload)) == [7]
+    assert end == [b"", b"", END_OF_REPLAY, b""]
+
+
+def test_replayed_batches_are_the_live_ones_byte_for_byte():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        publisher.publish([stored(1), removed(2)])
+        live = subscriber.receive_frames()
+        with Requester(publisher.replay_endpoint) as requester:
+            requester.request(first)
+            assert requester.receive_frames() == [b"", *live]
+
+
+def test_a_req_client_gets_only_the_first_reply(publisher):
+    with Reader(zmq.REQ, publisher.replay_endpoint) as reader:
+        reader.socket.send(pack_sequence(4))
+        topic, sequence, _ = reader.receive_frames()
+        assert (topic, sequence) == (b"t", pack_sequence(4))
+        with pytest.raises(zmq.ZMQError) as caught:
+            reader.socket.recv()
+        assert caught.value.errno == zmq.EFSM  # it wants to ask again before it reads on
+
+
+def test_requests_that_wait_are_all_answered(publisher):
+    with Requester(publisher.replay_endpoint) as requester:
+        for start in (3, 5, 9):
+            requester.request(start)
+        answers = [[sequence for sequence, _ in requester.receive_answer()] for _ in range(3)]
+    assert answers == [[3, 4, 5, 6, 7], [5, 6, 7], []]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"x"],
+        [pack_sequence(0)],
+        [b"", b""],
+        [b"", b"\0" * 7],
+        [b"", b"\0" * 9],
+        [b"not empty", pack_sequence(0)],
+        [b"", pack_sequence(0), b""],
+        [b""] * 5_000,
+    ],
+    ids=lambda frames: f"{len(frames)} frames, last {frames[-1]!r}",
+)
+def test_a_malformed_request_is_counted_and_ignored(publisher, frames):
+    with Requester(publisher.replay_endpoint) as requester:
+        requester.socket.send_multipart(frames)
+        assert requester.ask_for_sequences(7) == [7]
+    assert publisher.statistics().num_malformed_requests == 1
+
+
+def test_a_frame_that_is_too_long_cuts_its_sender_off_and_nobody_else(publisher):
+    with Requester(publisher.replay_endpoint) as requester, Requester(publisher.replay_endpoint) as greedy:
+        greedy.socket.send_multipart([b"", b"\0" * 100_000])
+        assert requester.ask_for_sequences(7) == [7]
+
+
+# ---- readers that do not read ------------------------------------------------------------------------
+
+
+def publish_large_batches(publisher, num_batches, num_hashes):
+    for number in range(num_batches):
+        publisher.publish([removed(2**60 + offset) for offset in range(num_hashes)] + [removed(number)])
+
+
+def test_live_batches_go_on_while_a_replay_is_not_read():
+    with make_publisher(linger_s=0.0) as publisher, subscribed(publisher) as (subscriber, first):
+        publish_large_batches(publisher, 100, 2_000)
+        for _ in range(100):
+            subscriber.receive()
+        with Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled:
+            stalled.socket.send_multipart([b"", pack_sequence(0)])
+            assert stalled.socket.poll(20_000)  # the answer is under way, and stays so
+            publish_numbers(publisher, range(50))
+            assert [subscriber.receive_numbers()[0] for _ in range(50)] == list(
+                range(first + 100, first + 150)
+            )
+            with Requester(publisher.replay_endpoint) as requester:
+                assert len(requester.ask(first)) == 150
+
+
+def test_a_reader_that_asks_again_and_again_and_does_not_read_is_given_up():
+    with make_publisher(linger_s=0.0, buffer_steps=20) as publisher:
+        publish_large_batches(publisher, 20, 2_000)
+        with (
+            Requester(publisher.replay_endpoint) as requester,
+            Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
+        ):
+            requester.ask_until(0, 19)
+            while not publisher.statistics().num_replays_abandoned:
+                stalled.socket.send_multipart([b"", pack_sequence(0)])
+                assert len(requester.ask(0)) == 20
+
+
+def test_a_reader_that_is_gone_is_no_trouble(publisher):
+    for _ in range(20):
+        with Requester(publisher.replay_endpoint) as leaving:
+            leaving.request(0)
+    with Requester(publisher.replay_endpoint) as requester:
+        assert requester.ask_for_sequences(6) == [6, 7]
+
+
+# ---- snapshots ---------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_is_too_late_gets_what_is_resident_and_goes_on_from_there():
+    with (
+        make_publisher(StreamState(), buffer_steps=2) as publisher,
+        subscribed(publisher) as (subscriber, first),
+    ):
+        for number in range(1, 11):
+            publisher.publish([stored(number, number - 1 or None)])
+        publisher.publish([removed(10)])
+        for _ in range(11):
+            subscriber.receive()
+        with Requester(publisher.replay_endpoint) as requester:
+            ((sequence, snapshot),) = requester.ask(0)
+        assert sequence == first + 10
+        assert snapshot.events[0] == AllBlocksCleared()
+        assert resident_after([(sequence, snapshot)]) == set(range(1, 10))
+        publisher.publish([stored(11, 9)])
+        assert subscriber.receive()[0] == sequence + 1
+    assert publisher.statistics().num_snapshots == 1
+
+
+def test_a_reader_that_is_in_time_gets_a_replay_in_spite_of_a_state():
+    with (
+        make_publisher(StreamState(), buffer_steps=3) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        publish_numbers(publisher, range(5))
+        requester.ask_until(0, 4)
+        assert requester.ask_for_sequences(2) == [2, 3, 4]
+        assert requester.ask_for_sequences(5) == []
+        assert requester.ask_for_sequences(1) == [4]
+
+
+def test_a_hole_is_filled_by_a_snapshot():
+    with make_publisher(StreamState()) as publisher, Requester(publisher.replay_endpoint) as requester:
+        publisher.publish([stored(1)])
+        publisher.publish([stored(2), object()])
+        publisher.publish([stored(3)])
+        batches = requester.ask_until(0, 2)
+        assert [sequence for sequence, _ in batches] == [0, 2]
+        (snapshot,) = requester.ask(1)
+        assert snapshot[0] == 2
+        # What was in the lost batch is not known, so nothing from before it is believed any more.
+        assert resident_after([snapshot]) == {3}
+        assert resident_after(batches) == {3}
+
+
+def test_a_stream_of_steps_without_news_is_numbered_all_the_same():
+    with make_publisher(StreamState()) as publisher, Requester(publisher.replay_endpoint) as requester:
+        publisher.publish([stored(1)])
+        publisher.publish([stored(1)])  # a second copy
+        publisher.publish([removed(1)])
+        publisher.publish([stored(2)])
+        answer = requester.ask_until(0, 3)
+        assert [len(batch.events) for _, batch in answer] == [1, 0, 0, 1]
+
+
+def test_after_a_restart_with_the_clock_readers_are_told_to_clear():
+    with (
+        make_publisher(StreamState(), first_sequence="clock") as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        ((sequence, snapshot),) = requester.ask(17)
+        assert snapshot.events == [AllBlocksCleared()]
+        assert sequence == 1700000000500000 - 1
+        publisher.publish([stored(1)])
+        requester.ask_until(sequence + 1, sequence + 1)
+
+
+def test_heartbeats_do_not_outdate_snapshots():
+    with (
+        make_publisher(StreamState(), heartbeat_s=0.001, buffer_steps=2) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        publisher.publish([stored(1)])
+        while publisher.statistics().num_empty_batches_sent < 10:
+            answer = requester.ask(0)
+        assert resident_after(answer) <= {1}
+        answer = requester.ask(0)
+        assert resident_after(answer) == {1}
+        sequences = [sequence for sequence, _ in answer]
+        assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_snapshots_are_true_while_batches_go_on(positional):
+    """Whatever a reader in need is answered, with the live batches after it, it ends where the pool does."""
+    num_batches = 2_000
+    with (
+        make_publisher(StreamState(), positional=positional) as publisher,
+        subscribed(publisher) as (subscriber, hole),
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        publisher.publish([object()])
+
+        def run():
+            for number in range(1, num_batches + 1):
+                publisher.publish([stored(number), *([removed(number - 30)] if number > 30 else [])])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        answers = [requester.ask(hole) for _ in range(20)]
+        thread.join()
+        live = [subscriber.receive() for _ in range(num_batches)]
+    assert [sequence for sequence, _ in live] == list(range(hole + 1, hole + 1 + num_batches))
+    for answer in [[], *answers]:
+        following = [batch for batch in live if not answer or batch[0] > answer[-1][0]]
+        assert resident_after([*answer, *following]) == set(range(num_batches - 29, num_batches + 1))
+
+
+def test_readers_that_come_together_all_get_a_snapshot():
+    with make_publisher(StreamState(), buffer_steps=1) as publisher:
+        for number in range(1, 4):
+            publisher.publish([stored(number)])
+        readers = [Requester(publisher.replay_endpoint) for _ in range(10)]
+        readers[0].ask_until(0, 2)
+        for reader in readers:
+            reader.request(0)
+        for reader in readers:
+            assert resident_after(reader.receive_answer()) == {1, 2, 3}
+            reader.close()
+
+
+def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
+    with (
+        make_publisher(StreamState(), buffer_steps=1, linger_s=0.0) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+        Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
+    ):
+        tokens = [2**31] * 2_000_000
+        publisher.publish([BlockStored([1], None, tokens, len(tokens), None, "GPU", None)])
+        publisher.publish([stored(2)])
+        requester.ask_until(0, 1)
+        for _ in range(3):
+            stalled.socket.send_multipart([b"", pack_sequence(0)])
+        while not publisher.statistics().num_replays_abandoned:
+            assert requester.ask_for_sequences(1) == [1]
+        # The first, and the one that had to wait for it.
+        sequences = [stalled.receive_frames()[2] for _ in range(4)]
+        assert sequences == [pack_sequence(1), END_OF_REPLAY] * 2
+
+
+def test_a_state_that_cannot_tell_costs_readers_the_snapshot_and_nothing_else():
+    class Forgetful(StreamState):
+        def iter_snapshot(self, pace=None):
+            raise RuntimeError("forgotten")
+
+    with (
+        make_publisher(Forgetful(), buffer_steps=2) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        publish_numbers(publisher, range(5))
+        requester.ask_until(0, 4)
+        assert requester.ask_for_sequences(0) == [3, 4]
+    assert publisher.statistics().num_snapshots == 0
