@@ -55,7 +55,7 @@ class PrefixMirror:
         >>> mirror.apply("engine-1", [BlockStored([11, 12, 13], None, list(range(12)), 4, None, "GPU", None)])
         >>> mirror.apply("engine-2", [BlockStored([11], None, [0, 1, 2, 3], 4, None, "GPU", None)])
         >>> mirror.find_prefix([11, 12, 99])
-        {'engine-1': 2, 'engine-2': 1}
+        {'engine-2': 1, 'engine-1': 2}
 
     Hashes are compared as 64-bit numbers: integers as they come, signed ones as unsigned, bytes by their last
     8, so that a `BlockHasher`'s hashes can be looked up where the engine uses the same algorithm and seed
@@ -157,7 +157,7 @@ class PrefixMirror:
         group: int | None = None,
         medium: str | None = None,
     ) -> dict[str, int]:
-        """How many leading blocks of this sequence each publisher holds; who holds none is left out.
+        """How many leading blocks of this sequence each publisher holds, fewest first, if any.
 
         Args:
             block_hashes: the sequence's, head first, as events carry them or as a `BlockHasher` makes them.
@@ -466,11 +466,19 @@ class PrefixMirror:
         publisher.held.clear()
 
     def _leave_table(self, publisher: "_Publisher", held: "_Held") -> None:
-        if held.table is not None:
-            for block_hash in held.keys:
-                self._take_bit(held.table.holders, block_hash, publisher.bit)
-            for token_key in held.num_by_token_key:
-                self._take_bit(held.table.token_holders, token_key, publisher.bit)
+        if held.table is None:
+            return
+        bit = publisher.bit
+        for holders, keys in (
+            (held.table.holders, held.keys),
+            (held.table.token_holders, held.num_by_token_key),
+        ):
+            for key in keys:
+                bits = holders[key]
+                if bits == bit:
+                    del holders[key]
+                else:
+                    holders[key] = self._one_object(bits & ~bit)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
 """What a mirror answers, and what it does with events that do not fit together."""
 
+import threading
+
 import pytest
 from events.pool_map import pool_map
 
@@ -297,6 +299,42 @@ def test_tokens_that_are_none_are_refused():
     mirror = make_mirror(a=[stored(1)])
     with pytest.raises(InvalidArgumentError, match="token 3 is -1"):
         mirror.find_prefix_of_tokens([1, 2, 3, -1])
+
+
+def test_lookups_run_while_other_threads_apply():
+    mirror = PrefixMirror(learns_tokens=True)
+    prompt = list(range(40))
+    mirror.apply("still", [stored(*range(1, 11), tokens=prompt)])
+    failures = []
+    done = threading.Event()
+
+    def change(name):
+        for round_number in range(150):
+            mirror.apply(name, [stored(*range(1, 11), tokens=prompt), stored(round_number + 100)])
+            mirror.apply(name, [removed(*range(10, 0, -1))])
+            if round_number % 10 == 0:
+                mirror.remove_publisher(name)
+
+    def look_up():
+        while not done.is_set():
+            for found, all_of_it in (
+                (mirror.find_prefix(range(1, 11)), 10),
+                (mirror.find_prefix_of_tokens(prompt), 40),
+            ):
+                if found.get("still") != all_of_it or not all(found.values()):
+                    failures.append(found)
+
+    looking = threading.Thread(target=look_up)
+    changing = [threading.Thread(target=change, args=(f"p{number}",)) for number in range(3)]
+    looking.start()
+    for thread in changing:
+        thread.start()
+    for thread in changing:
+        thread.join()
+    done.set()
+    looking.join()
+    assert failures == []
+    assert mirror.state_of("still") == {(0, "GPU", one) for one in range(1, 11)}
 
 
 # ---- a pool's own events -------------------------------------------------------------------------
