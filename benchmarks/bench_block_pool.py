@@ -489,7 +489,7 @@ def find_version(distribution: str) -> str | None:
 def describe_run(names: list[str]) -> dict[str, Any]:
     """Where the figures come from."""
     return {
-        "command": " ".join(["python", "benchmarks/bench_block_pool.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": find_cpu_model(),
         "cores": os.cpu_count(),

@@ -16,7 +16,7 @@ from typing import Any
 from bench_block_pool import describe_run
 
 import kv_pool
-from kv_pool.contiguous.compaction import Relocation, apply_moves, pack, take_run
+from kv_pool.contiguous.compaction import Relocation, apply_moves, gather, pack, take_run
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.plan import plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -37,7 +37,7 @@ REPLAYS = [
     ("trace", 16, 100_000),
 ]
 USES = (0.5, 0.8, 0.9, 0.95)
-MODES = ("eviction order", "runs preferred", "on demand", "threshold", "64 a step")
+MODES = ("eviction order", "runs preferred", "on demand", "packed", "threshold", "64 a step")
 # Where the bytes of a block of Llama-3-8B are, 2 MiB of 16 tokens: spans, and how far apart they start.
 KIB = 1024
 LAYOUTS = {
@@ -246,9 +246,16 @@ class Packed:
         self.num_moved = 0
         self.step_us: list[float] = []
 
-    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
         start = time.perf_counter_ns()
-        relocations = pack(self.pool, copy_nothing, max_moves=max_moves, max_evictions=max_evictions)
+        if goal is None:
+            relocations = pack(self.pool, copy_nothing, max_moves=max_moves, max_evictions=max_evictions)
+        else:
+            relocations = [
+                gather(self.pool, copy_nothing, goal=goal, max_moves=max_moves, max_evictions=max_evictions)
+            ]
         self.step_us.append((time.perf_counter_ns() - start) / 1e3)
         num_moved = sum(len(relocation.moves) for relocation in relocations)
         self.num_moved += num_moved
@@ -284,6 +291,8 @@ def live(options: argparse.Namespace) -> list[dict[str, Any]]:
             life.step()
             if mode in ("threshold", "64 a step"):
                 defragmenter.step()
+            if mode == "packed" and packed.get_fragmentation_rate() > defragmenter.threshold:
+                packed.defragment(num_blocks // 100)
             if mode == "on demand" and step % 20 == 0 and pool.get_num_free_blocks() >= RUN_LENGTH:
                 num_runs += 1
                 run = take_run(pool, RUN_LENGTH, copy_nothing, packed.note)

@@ -14,8 +14,10 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import (
+    ControlError,
     CopyFailedError,
     CorruptedPoolError,
+    DrawingError,
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
@@ -54,8 +56,10 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CachedPrefix",
+    "ControlError",
     "CopyFailedError",
     "CorruptedPoolError",
+    "DrawingError",
     "FreeKVCacheBlockQueue",
     "GPUKVPool",
     "InvalidArgumentError",

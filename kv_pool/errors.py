@@ -22,6 +22,8 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
 | `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
 | `MissingDependencyError` | `ImportError` | an optional package that is needed; says how to install it |
+| `ControlError` | `RuntimeError` | a control socket that cannot be served, reached or understood |
+| `DrawingError` | `ValueError` | a picture that cannot be drawn, or not be written |
 
 vLLM v1 asserts in some of these places and raises RuntimeError in others; hence the several bases.
 """
@@ -101,3 +103,11 @@ class PublisherClosedError(KVPoolError, RuntimeError):
 
 class MissingDependencyError(KVPoolError, ImportError):
     """An optional package is needed and not installed; the message says how to install it."""
+
+
+class ControlError(KVPoolError, RuntimeError):
+    """A control socket that cannot be served, reached or understood. The message says what to do."""
+
+
+class DrawingError(KVPoolError, ValueError):
+    """A picture that cannot be drawn or not be written; the message says what is missing."""

@@ -15,6 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"paged_generation.py"}
 SHOWN = [
     "kv_pool.adapter.gpu_kv_pool",
+    "kv_pool.adapter.layout",
     "kv_pool.contiguous.run_pool",
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",

@@ -21,9 +21,9 @@ LAYERS = {
     "protocol": 3,
     "adapter": 4,
     "replay": 4,
-    "control": 4,
-    "cli": 5,
-    "integrations": 5,
+    "control": 5,
+    "cli": 6,
+    "integrations": 6,
 }
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "base"}
 KEPT_OUT_OF_CORE = {"torch", "zmq", "time", "io", "pathlib"}

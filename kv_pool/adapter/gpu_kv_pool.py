@@ -4,15 +4,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.placement import Placement
 from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
+from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -23,7 +29,8 @@ from kv_pool.errors import (
     UnknownDeviceError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockMove
+from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
     NORMAL,
@@ -31,6 +38,7 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
+    Contiguity,
     KVPoolProtocol,
     MigrationResult,
 )
@@ -49,6 +57,18 @@ class _Sequence:
         self.priority = priority
         self.last_access_time = now
         self.blocks: dict[KVCacheBlock, None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """What a pool reads of a request, where hashes are all that is known of it."""
+
+    block_hashes: Sequence[BlockHash] = ()
+    all_token_ids: list[int] = field(default_factory=list)
+    lora_request: Any = None
+    mm_features: None = None
+    cache_salt: None = None
+    session_id: None = None
 
 
 class GPUKVPool(KVPoolProtocol):
@@ -80,15 +100,16 @@ class GPUKVPool(KVPoolProtocol):
             locked: take note, do not wait for another thread.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken; locked,
             too. Without it ids change in `defragment` only.
-        migration_hook: called with the request that is about to be refused, and how many blocks it lacks;
-            the pool is not locked. It may free or migrate blocks; the request is tried once more.
+        migration_hook: called with the request that is about to be refused, and how many blocks it lacks (in
+            `allocate_many`, how many the batch lacks); the pool is not locked. It may free or migrate blocks;
+            then the request, or the batch, is tried once more.
         run_length: what `get_fragmentation_rate` is about.
         enable_caching: freed blocks keep their hashes until they are taken.
         clock: seconds, for `last_access_time` and the times in results.
 
     Attributes:
         block_pool: the pool underneath, for its events, its prefix cache and its invariants. Blocks that are
-            taken there are nobody's here. Calls on it are not locked.
+            taken there are nobody's here, and never move. Calls on it are not locked.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -143,6 +164,16 @@ class GPUKVPool(KVPoolProtocol):
         self._placement = Placement(self.block_pool, self._copy_moves, on_moved)
         self._retention = self._placement.retention
         self._peers: dict[int, GPUKVPool] = {}
+        self._allocation_latency = LatencyWindow()
+        self._freeing_latency = LatencyWindow()
+        # Bound here, and written out where they are called: a short call feels each step in between.
+        self._number_allocation = self._allocation_latency.number_call
+        self._number_freeing = self._freeing_latency.number_call
+        self._num_moved_blocks = 0
+        self._num_evicted_sequences = 0
+        self._num_looked_up_blocks = 0
+        self._num_hit_blocks = 0
+        self._together: frozenset[int] = frozenset()  # the sequences of the batch that is being served
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -165,7 +196,13 @@ class GPUKVPool(KVPoolProtocol):
             Whatever `on_evicted` raises: sequences it was told of before are evicted.
         Cost: O(num_blocks), under pressure O(blocks of the pool).
         """
-        return [block.block_id for block in self._allocate(request)]
+        if self._number_allocation() % TIMED_EVERY:
+            return [block.block_id for block in self._allocate(request)]
+        started_ns = perf_counter_ns()
+        try:
+            return [block.block_id for block in self._allocate(request)]
+        finally:
+            self._allocation_latency.note(perf_counter_ns() - started_ns)
 
     def try_allocate(self, request: BlockAllocationRequest) -> AllocationResult:
         """As `allocate`, with a refusal as a result instead of an error.
@@ -195,24 +232,30 @@ class GPUKVPool(KVPoolProtocol):
         )
 
     def allocate_many(self, requests: Sequence[BlockAllocationRequest]) -> list[list[int]]:
-        """As `allocate` for each request in turn, all or none.
+        """As `allocate` for each request in turn, all or none. No sequence among them is evicted for another.
+
+        The migration hook is called with the first request that does not fit, and how many blocks all of them
+        lack together; then all are tried once more.
 
         Raises:
             As `allocate`: all blocks are given back, those of requests before the one at fault as well; what
             was evicted or moved for those stays so.
         """
-        done: list[tuple[BlockAllocationRequest, list[KVCacheBlock]]] = []
-        with self._lock:
-            try:
-                for request in requests:
-                    done.append((request, self._allocate_locked(request)))
-            except BaseException:
-                for request, blocks in reversed(done):
-                    if request.pinned:
-                        self._pins.unpin(blocks)
-                    self._drop([(self._sequences[request.sequence_id], block) for block in blocks])
+        for request in requests:
+            check_request(request)
+        done: list[list[KVCacheBlock]] = []
+        try:
+            with self._lock:
+                return self._allocate_all(requests, done)
+        except PoolExhaustedError:
+            num_blocks = sum(request.num_blocks for request in requests)
+            if self._migration_hook is None or num_blocks > self.total_blocks:
                 raise
-            return [[block.block_id for block in blocks] for _, blocks in done]
+            refused = requests[len(done)]
+            num_missing = num_blocks - self._count_available(refused.priority)
+        self._migration_hook(refused, max(0, num_missing))
+        with self._lock:
+            return self._allocate_all(requests, [], ["the migration hook"])
 
     def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> list[int]:
         """Let a new sequence share the first `num_blocks` blocks of another one; None for all.
@@ -247,7 +290,9 @@ class GPUKVPool(KVPoolProtocol):
     def cache_prefix(self, sequence_id: int, block_hashes: Sequence[BlockHash]) -> None:
         """Make the first `len(block_hashes)` blocks of a sequence findable by these hashes, head first.
 
-        Blocks that are cached already keep the hashes that they have.
+        Blocks that are cached already keep the hashes that they have. Events name no tokens: the pool knows
+        none.
+
         Raises:
             UnknownSequenceError: it holds nothing.
             InvalidArgumentError: it has fewer blocks. In both cases nothing has changed.
@@ -261,9 +306,10 @@ class GPUKVPool(KVPoolProtocol):
             num_cached = 0
             while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
                 num_cached += 1
-            request = SimpleNamespace(block_hashes=block_hashes)
+            # A block may be cached behind one that is not: one that migrated here, say.
+            is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
             self.block_pool.cache_full_blocks(
-                request, blocks, num_cached, len(block_hashes), self.block_size, 0
+                _Prefix(block_hashes), blocks, num_cached, len(block_hashes), self.block_size, 0, is_bare
             )
 
     def claim_prefix(
@@ -282,6 +328,8 @@ class GPUKVPool(KVPoolProtocol):
             check_sequence_id(sequence_id)
             check_priority(priority)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
+            self._num_looked_up_blocks += len(block_hashes)
+            self._num_hit_blocks += len(hits)
             if hits:
                 self.block_pool.touch(hits)
                 self._retention.note_taken(hits)
@@ -299,8 +347,13 @@ class GPUKVPool(KVPoolProtocol):
             PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
         Cost: O(len(block_ids)).
         """
-        with self._lock:
-            self._drop(self._find_holders(block_ids, sequence_id))
+        started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
+        try:
+            with self._lock:
+                self._drop(self._find_holders(block_ids, sequence_id))
+        finally:
+            if started_ns:
+                self._freeing_latency.note(perf_counter_ns() - started_ns)
 
     def free_many(self, batches: Sequence[Sequence[int]]) -> None:
         """As `free` of all blocks of all batches, all or none; none is listed twice."""
@@ -315,11 +368,16 @@ class GPUKVPool(KVPoolProtocol):
             UnknownSequenceError: it holds nothing: freed twice, or evicted.
             PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
         """
-        with self._lock:
-            sequence = self._find_sequence(sequence_id)
-            num_free = self.block_pool.get_num_free_blocks()
-            self._drop([(sequence, block) for block in sequence.blocks])
-            return self.block_pool.get_num_free_blocks() - num_free
+        started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
+        try:
+            with self._lock:
+                sequence = self._find_sequence(sequence_id)
+                num_free = self.block_pool.get_num_free_blocks()
+                self._drop([(sequence, block) for block in sequence.blocks])
+                return self.block_pool.get_num_free_blocks() - num_free
+        finally:
+            if started_ns:
+                self._freeing_latency.note(perf_counter_ns() - started_ns)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Take their blocks from as few sequences as free `num_blocks` more, in the order of the policy.
@@ -401,29 +459,81 @@ class GPUKVPool(KVPoolProtocol):
         with self._lock:
             return self.block_pool.get_fragmentation_rate(self.run_length)
 
+    def get_statistics(self) -> PoolStatistics:
+        """Counts, shares and times: what fills the pool, how scattered it is, what its calls cost.
+
+        The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
+        """
+        with self._lock:
+            free_blocks = self.block_pool.get_num_free_blocks()
+            used_blocks = self.total_blocks - free_blocks
+            ages = self.block_pool.run_index.ages
+            run_lengths = self.block_pool.list_free_runs()
+            return PoolStatistics(
+                total_blocks=self.total_blocks,
+                used_blocks=used_blocks,
+                free_blocks=free_blocks,
+                cached_free_blocks=len(ages) - ages.count(IN_USE) - ages.count(EMPTY),
+                pinned_blocks=len(self._pins),
+                reserved_blocks=self.reserved_blocks,
+                num_sequences=len(self._sequences),
+                block_size=self.block_size,
+                utilization=used_blocks / self.total_blocks,
+                fragmentation_rate=fragmentation.get_unusable_share(run_lengths, self.run_length),
+                run_length=self.run_length,
+                largest_free_run=max(run_lengths, default=0),
+                largest_run_loss=fragmentation.get_largest_run_loss(run_lengths),
+                epoch=self.block_pool.epoch,
+                moved_blocks=self._num_moved_blocks,
+                evicted_sequences=self._num_evicted_sequences,
+                evicted_blocks=self.block_pool.num_evictions,
+                looked_up_blocks=self._num_looked_up_blocks,
+                hit_blocks=self._num_hit_blocks,
+                allocation=self._allocation_latency.summarize(),
+                freeing=self._freeing_latency.summarize(),
+            )
+
+    def get_layout(self) -> PoolLayout:
+        """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
+        with self._lock:
+            states = read_states(self.block_pool, self._pins.list_ids())
+            tables = [sequence.blocks for sequence in self._sequences.values()]
+            joins, holders = read_tables(len(states), tables)
+            epoch = self.block_pool.epoch
+        return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
+
     @property
     def num_pinned_blocks(self) -> int:
         return len(self._pins)
 
     # ---- other ids, other devices ----------------------------------------------------------------
 
-    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
-        """Bring blocks in use to the lowest ids. Ids of sequences change: see `on_moved`, `blocks_of`.
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
+        """Bring blocks in use together, the free ones too. Ids of sequences change: `on_moved`, `blocks_of`.
 
-        Pinned blocks stay. Sequences, references, hashes and the order of eviction are what they were. To do
-        so by threshold, or a little at each step of an engine, see `Defragmenter`.
+        Without a goal all blocks in use go to the lowest ids. With one just so many are moved as it takes, of
+        the emptiest stretches of `run_length` ids, and most sequences keep the runs that they have.
+        Pinned blocks stay, and so does what is in flight: taken from `block_pool` by somebody else, or waited
+        for there until it is reused. Sequences, references, hashes and the order of eviction are what they
+        were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
                 cache nothing moves.
             max_moves: stop after so many; the next call goes on from there.
+            goal: the fragmentation rate to come down to, 0 to 1.
         Returns:
             How many blocks changed their id.
         Raises:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         with self._lock:
-            return self._placement.pack(self._pins.list_ids(), max_moves, max_evictions)
+            fixed = self._list_fixed()
+            if goal is None:
+                return self._placement.pack(fixed, max_moves, max_evictions)
+            return self._placement.gather(fixed, max_moves, max_evictions, self.run_length, goal)
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
@@ -444,7 +554,8 @@ class GPUKVPool(KVPoolProtocol):
         """Move blocks with their bytes to a connected pool; their sequences hold them there.
 
         Each block goes with the sequence that has held it longest, at the end of what that has there; others
-        that share it keep it here. Hashes stay here, with the old block, which can still be hit.
+        that share it keep it here. What could be hit here can be hit there, too, if that pool caches; the old
+        block keeps its hashes as long as it is not taken again.
 
         Returns:
             The ids there, in the same order.
@@ -501,6 +612,12 @@ class GPUKVPool(KVPoolProtocol):
                 if there is None:
                     there = _Sequence(sequence.sequence_id, sequence.priority, target._clock())
                 target._hold(there, [new])
+            if target.block_pool.enable_caching:
+                parents = find_parents(drops)
+                for block, new in zip(blocks, taken, strict=True):
+                    if block.block_hash is not None:
+                        others = self.block_pool.cached_block_hashes_by_block.get(block.block_id, ())
+                        target._learn_keys(new, [block.block_hash, *others], block, parents[block])
             self._drop(drops)
             return [block.block_id for block in taken]
 
@@ -531,6 +648,32 @@ class GPUKVPool(KVPoolProtocol):
         self._migration_hook(request, max(0, num_missing))
         with self._lock:
             return self._allocate_locked(request, ["the migration hook"])
+
+    def _allocate_all(
+        self,
+        requests: Sequence[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        tried: Sequence[str] = (),
+    ) -> list[list[int]]:
+        """Take the blocks of all requests, or of none.
+
+        Args:
+            done: empty; gets the blocks of each request that was served, also where a later one is not.
+        """
+        self._together = frozenset(request.sequence_id for request in requests)
+        try:
+            for request in requests:
+                done.append(self._allocate_locked(request, tried))
+        except BaseException:
+            for request, blocks in reversed(list(zip(requests, done, strict=False))):
+                if request.pinned:
+                    self._pins.unpin(blocks)
+                self._drop([(self._sequences[request.sequence_id], block) for block in blocks])
+            raise
+        finally:
+            self._together = frozenset()
+        # Now, since a later request may have moved the blocks of one before.
+        return [[block.block_id for block in blocks] for blocks in done]
 
     def _allocate_locked(
         self, request: BlockAllocationRequest, tried: Sequence[str] = ()
@@ -577,7 +720,7 @@ class GPUKVPool(KVPoolProtocol):
         taken = placement.take_run(num_blocks, after, contiguous)
         if taken is None and placement.may_move:
             max_moves = num_blocks if request.max_moves is None else request.max_moves
-            taken = placement.make_run(num_blocks, max_moves, self._pins.list_ids())
+            taken = placement.make_run(num_blocks, max_moves, self._list_fixed(), "prefer")
         return placement.take_any(num_blocks, after) if taken is None else taken
 
     def _take_required(
@@ -587,14 +730,16 @@ class GPUKVPool(KVPoolProtocol):
         num_blocks = request.num_blocks
         placement = self._placement
         is_enough = num_blocks <= self._count_available(request.priority)
-        if not is_enough and request.max_moves is None and placement.may_clear(num_blocks, self._pins):
+        if (
+            not is_enough
+            and request.max_moves is None
+            and placement.may_clear(num_blocks, self._list_fixed())
+        ):
             # Enough blocks are all it takes: the rest moves out of the way.
             self._make_room(request, attempts)
             is_enough = True
         if is_enough:
-            taken = placement.take_run(num_blocks, after, "require")
-            if taken is None:
-                taken = placement.make_run(num_blocks, request.max_moves, self._pins.list_ids())
+            taken = self._take_run(request, after)
             if taken is not None:
                 return taken
             attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
@@ -603,6 +748,21 @@ class GPUKVPool(KVPoolProtocol):
         if taken is None:  # one search does not look at all of a large pool
             self._refuse(request, attempts)
         return taken
+
+    def _take_run(
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None
+    ) -> list[KVCacheBlock] | None:
+        """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
+        num_blocks = request.num_blocks
+        placement = self._placement
+        modes: tuple[Contiguity, ...] = ("prefer", "require") if placement.retention else ("require",)
+        for mode in modes:
+            taken = placement.take_run(num_blocks, after, mode)
+            if taken is None:
+                taken = placement.make_run(num_blocks, request.max_moves, self._list_fixed(), mode)
+            if taken is not None:
+                return taken
+        return None
 
     def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
         """Evict sequences until the request's blocks are there, or refuse it with nothing changed."""
@@ -655,6 +815,7 @@ class GPUKVPool(KVPoolProtocol):
             for sequence in self._sequences.values()
             if sequence.priority <= priority
             and sequence.sequence_id != sequence_id
+            and sequence.sequence_id not in self._together
             and not self._pins.is_any_pinned(sequence.blocks)
         ]
         allowed = {candidate.sequence_id for candidate in candidates}
@@ -683,6 +844,7 @@ class GPUKVPool(KVPoolProtocol):
             if self._on_evicted is not None:
                 self._on_evicted(sequence.sequence_id, [block.block_id for block in sequence.blocks])
             self._drop([(sequence, block) for block in sequence.blocks])
+            self._num_evicted_sequences += 1
         return [sequence.sequence_id for sequence in victims]
 
     def _hold(self, sequence: _Sequence, blocks: list[KVCacheBlock]) -> None:
@@ -780,14 +942,70 @@ class GPUKVPool(KVPoolProtocol):
                 raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
         return [(sequence, block) for block in blocks]
 
+    def _learn_keys(
+        self,
+        block: KVCacheBlock,
+        keys: Sequence[BlockHashWithGroupId],
+        original: KVCacheBlock,
+        parent: BlockHash | None,
+    ) -> None:
+        """Let a block be hit by what its original in another pool is hit by, and tell of it.
+
+        Args:
+            parent: what the block before is hit by; None for none, or where that is not known.
+        """
+        pool = self.block_pool
+        num_tokens = original.block_hash_num_tokens
+        start = max(0, (num_tokens or 0) - self.block_size)
+        for key in keys:
+            pool._insert_block_hash(key, block, num_tokens)
+            if pool.enable_kv_cache_events:
+                pool.kv_event_queue.append(
+                    pool._make_stored(
+                        _Prefix(),
+                        [get_block_hash(key)],
+                        parent if start else None,
+                        start,
+                        self.block_size,
+                        get_group_id(key),
+                    )
+                )
+
+    def _list_fixed(self) -> list[int]:
+        """Ids of blocks that stay where they are: pinned, or in flight.
+
+        In flight is what somebody took from `block_pool`, and what is waited for there: it may be read or
+        written at the id it had. O(pinned + waited for), and O(blocks of the pool) where any was taken.
+        """
+        pool = self.block_pool
+        fixed = [*self._pins.list_ids(), *pool.get_watched_ids()]
+        if self.total_blocks - pool.free_block_queue.num_free_blocks > len(self._holders):
+            fixed += [
+                block.block_id for block in pool.blocks[1:] if block.ref_cnt and block not in self._holders
+            ]
+        return fixed
+
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self._storage is not None:
             self._storage.apply_moves(moves)
+        # The ids are exchanged next, which does not fail.
+        self._num_moved_blocks += len(moves)
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
     """Are these consecutive, lowest first? One is, none are not."""
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
+
+
+def find_parents(drops: Sequence[tuple[_Sequence, KVCacheBlock]]) -> dict[KVCacheBlock, BlockHash | None]:
+    """By block the hash of the one before it in its sequence; None for the first, or if that one has none."""
+    parents: dict[KVCacheBlock, BlockHash | None] = {}
+    for sequence in dict.fromkeys(sequence for sequence, _ in drops):
+        parent = None
+        for block in sequence.blocks:
+            parents[block] = parent
+            parent = None if block.block_hash is None else get_block_hash(block.block_hash)
+    return {block: parents[block] for _, block in drops}
 
 
 def count_freed(sequence: _Sequence, left: dict[KVCacheBlock, int]) -> list[KVCacheBlock]:

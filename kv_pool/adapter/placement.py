@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.compaction import Relocation
@@ -66,7 +65,8 @@ class Placement:
     ) -> list[KVCacheBlock] | None:
         """Take consecutive ids, by preference next after `after`'s; None, with nothing changed, for none.
 
-        Where a run is only preferred, one that holds cached blocks of high priority counts as none.
+        Where a run is only preferred, one that holds cached blocks of high priority counts as none; where it
+        is required, one without them comes first.
         """
         pool = self._pool
         ages = pool.run_index.ages
@@ -88,8 +88,13 @@ class Placement:
         if found is None:
             return None
         run = list(pool.blocks[found : found + num_blocks])
-        if contiguous == "prefer" and self.retention.holds_any(run):
-            return None
+        if self.retention.holds_any(run):
+            with self.retention.shown_as_in_use():
+                spared = pool.run_index.find_run(num_blocks)
+            if spared is not None:
+                run = list(pool.blocks[spared : spared + num_blocks])
+            elif contiguous == "prefer":
+                return None
         pool.take_blocks(run)
         self.retention.note_taken(run)
         return run
@@ -104,9 +109,11 @@ class Placement:
         )
 
     def make_run(
-        self, num_blocks: int, max_moves: int | None, pinned: Collection[int]
+        self, num_blocks: int, max_moves: int | None, pinned: Collection[int], contiguous: Contiguity
     ) -> list[KVCacheBlock] | None:
         """Move blocks out of the way of a run and take it; None, with nothing changed, if it takes more.
+
+        Where a run is only preferred, no cached block of high priority is lost: it moves like one in use.
 
         Raises:
             CopyFailedError, or whatever else the copy raises: no block has moved.
@@ -114,7 +121,11 @@ class Placement:
         pool = self._pool
         if self._on_moved is None:
             return None
-        clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
+        if contiguous == "prefer" and self.retention:
+            with self.retention.shown_as_in_use():
+                clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
+        else:
+            clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
         if clearance is None or (max_moves is not None and len(clearance.moves) > max_moves):
             return None
         relocation = compaction.apply_moves(pool, clearance.moves, self._copy, pinned=pinned)
@@ -126,11 +137,11 @@ class Placement:
         self.retention.note_taken(run)
         return run
 
-    def may_clear(self, num_blocks: int, pinned: Pins) -> bool:
-        """Could a run be made if enough were free: may blocks move, and do pinned ones leave room?"""
+    def may_clear(self, num_blocks: int, fixed: Collection[int]) -> bool:
+        """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""
         may_lie = bytearray([1]) * len(self._pool.blocks)
         may_lie[0] = 0
-        for block_id in pinned.list_ids():
+        for block_id in fixed:
             may_lie[block_id] = 0
         return self.may_move and bytes([1]) * num_blocks in may_lie
 
@@ -147,8 +158,31 @@ class Placement:
             self._pool,
             self._copy,
             pinned=pinned,
+            spared=self.retention.list_ids(),
             max_moves=max_moves,
             max_evictions=max_evictions,
             on_moved=self._on_moved,
         )
         return sum(len(relocation.moves) for relocation in relocations)
+
+    def gather(
+        self,
+        pinned: Collection[int],
+        max_moves: int | None,
+        max_evictions: int,
+        run_length: int,
+        goal: float,
+    ) -> int:
+        """Bring free blocks together until the fragmentation rate is `goal`; how many blocks were moved."""
+        relocation = compaction.gather(
+            self._pool,
+            self._copy,
+            run_length=run_length,
+            goal=goal,
+            pinned=pinned,
+            spared=self.retention.list_ids(),
+            max_moves=max_moves,
+            max_evictions=max_evictions,
+            on_moved=self._on_moved,
+        )
+        return len(relocation.moves)

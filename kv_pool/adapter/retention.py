@@ -1,5 +1,9 @@
 """`Retention`: cached blocks of high priority are evicted after those of low priority."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kv_pool.contiguous.run_index import IN_USE
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.protocol import NORMAL, URGENT
@@ -39,6 +43,30 @@ class Retention:
 
     def holds_any(self, blocks: list[KVCacheBlock]) -> bool:
         return any(block in self._priorities for block in blocks)
+
+    @contextmanager
+    def shown_as_in_use(self) -> Iterator[None]:
+        """Meanwhile whoever looks for a run, or plans one, takes these blocks for some in use.
+
+        Only looking is allowed meanwhile. O(blocks that are worth more).
+        """
+        ages = self._pool.run_index.ages
+        kept = [
+            (block.block_id, ages[block.block_id])
+            for block in self._priorities
+            if block.ref_cnt == 0 and block.block_hash is not None
+        ]
+        try:
+            for block_id, _ in kept:
+                ages[block_id] = IN_USE
+            yield
+        finally:
+            for block_id, age in kept:
+                ages[block_id] = age
+
+    def list_ids(self) -> list[int]:
+        """Ids of the cached blocks that are worth more than others, in no order."""
+        return [block.block_id for block in self._priorities]
 
     def clear_front(self, num_blocks: int) -> None:
         """Let the next `num_blocks` in the free queue be those of least priority, of equal ones the next.

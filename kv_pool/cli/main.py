@@ -12,20 +12,28 @@ def main() -> None:
         import typer
     except ImportError:
         sys.exit("kv-pool needs typer and rich: pip install 'kv_pool[cli]'")
+    from kv_pool.cli.defrag import defrag
     from kv_pool.cli.events import events
     from kv_pool.cli.info import info
+    from kv_pool.cli.layout import layout
     from kv_pool.cli.replay import replay
+    from kv_pool.cli.serve import serve
+    from kv_pool.cli.stats import stats
     from kv_pool.cli.sweep import sweep
 
     app = typer.Typer(
         name="kv-pool",
-        help="A KV-cache block pool with prefix caching: replay traces through it, look at it.",
+        help="A KV-cache block pool with prefix caching: replay traces through it, watch a running one.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.command()(replay)
     app.command()(sweep)
+    app.command()(serve)
+    app.command()(stats)
+    app.command()(defrag)
+    app.command()(layout)
     app.command()(events)
     app.command()(info)
     try:

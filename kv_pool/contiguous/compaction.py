@@ -1,6 +1,6 @@
 """Moving blocks to other ids: bytes by a callable that is passed in, identities here."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -88,6 +88,7 @@ def pack(
     copy: CopyBlocks,
     *,
     pinned: Collection[int] = (),
+    spared: Collection[int] = (),
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
@@ -95,6 +96,8 @@ def pack(
     """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
 
     Args:
+        spared: ids of cached blocks that are not overwritten in the first round, which is the only one to
+            overwrite any.
         max_moves: of all rounds together; the next call goes on from there.
         max_evictions: of cached blocks, in the first round, where too little is empty.
         on_moved: called after each round: remap tables there.
@@ -103,7 +106,9 @@ def pack(
     """
     relocations: list[Relocation] = []
     for _ in range(_MAX_ROUNDS):
-        moves = plan.plan_pack(pool, pinned=pinned, max_moves=max_moves, max_evictions=max_evictions)
+        moves = plan.plan_pack(
+            pool, pinned=pinned, spared=spared, max_moves=max_moves, max_evictions=max_evictions
+        )
         if not moves:
             break
         max_evictions = 0
@@ -115,20 +120,39 @@ def pack(
     return relocations
 
 
-def pack_if_fragmented(
+def gather(
     pool: RunBlockPool,
     copy: CopyBlocks,
     *,
-    threshold: float = 0.10,
     run_length: int = DEFAULT_RUN_LENGTH,
+    goal: float = 0.0,
     pinned: Collection[int] = (),
+    spared: Iterable[int] = (),
+    max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
-) -> list[Relocation]:
-    """`pack`, where more than `threshold` of the free blocks cannot serve a run of `run_length`."""
-    if pool.get_fragmentation_rate(run_length) <= threshold:
-        return []
-    return pack(pool, copy, pinned=pinned, max_evictions=max_evictions, on_moved=on_moved)
+) -> Relocation:
+    """Bring free blocks together in runs of `run_length` until the fragmentation rate is `goal` or below.
+
+    Fewer moves than `pack`, and tables of long runs keep them; see `plan.plan_gather` for the arguments.
+    Args:
+        on_moved: called if anything moved: remap tables there.
+    Raises:
+        Whatever `copy` raises: nothing has moved.
+    """
+    moves = plan.plan_gather(
+        pool,
+        run_length,
+        goal=goal,
+        pinned=pinned,
+        spared=spared,
+        max_moves=max_moves,
+        max_evictions=max_evictions,
+    )
+    relocation = apply_moves(pool, moves, copy, pinned=pinned)
+    if moves and on_moved is not None:
+        on_moved(relocation)
+    return relocation
 
 
 def take_run(

@@ -10,8 +10,10 @@ from kv_pool.errors import InvalidArgumentError
 class Defragmentable(Protocol):
     """What can be compacted piece by piece: `GPUKVPool` is one."""
 
-    def defragment(self, max_evictions: int = 0, max_moves: int | None = None) -> int:
-        """Move blocks together, `max_moves` at most; how many were moved, 0 when nothing is left to do."""
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
+        """Move blocks, `max_moves` at most, until the rate is `goal`; how many, 0 when nothing is left."""
 
     def get_fragmentation_rate(self) -> float:
         """Share of the free blocks that cannot serve a run, 0 to 1."""
@@ -103,9 +105,9 @@ class Defragmenter:
                 return 0
             self.num_compactions += 1
         self.is_compacting = False
-        num_moved = self.pool.defragment(self.max_evictions, self.max_moves)
+        num_moved = self.pool.defragment(self.max_evictions, self.max_moves, self.goal)
         self.num_moves += num_moved
-        if num_moved and self.max_moves is not None:
+        if num_moved:
             self.is_compacting = self.pool.get_fragmentation_rate() > self.goal
         if not self.is_compacting:
             self._next_look_s = self._clock() + self.interval_s

@@ -1,5 +1,6 @@
 """Which blocks to move so that free ids come together. Plans only look; `compaction.apply_moves` acts."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
@@ -60,7 +61,12 @@ class _Map:
 
 
 def plan_pack(
-    pool: RunBlockPool, *, pinned: Iterable[int] = (), max_moves: int | None = None, max_evictions: int = 0
+    pool: RunBlockPool,
+    *,
+    pinned: Iterable[int] = (),
+    spared: Iterable[int] = (),
+    max_moves: int | None = None,
+    max_evictions: int = 0,
 ) -> list[BlockMove]:
     """One round of moves that brings the blocks in use to the lowest ids, with nothing evicted.
 
@@ -70,6 +76,7 @@ def plan_pack(
 
     Args:
         pinned: ids that are neither read nor written.
+        spared: ids of cached blocks that are not overwritten.
         max_moves: plan no more than this many; the highest ids go first.
         max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
             is empty. With a full cache and 0 nothing can move.
@@ -83,7 +90,7 @@ def plan_pack(
     import numpy as np
 
     blocks = _Map(pool, pinned)
-    _give_up(pool, blocks, max_evictions)
+    _give_up(pool, blocks, max_evictions, frozenset(spared))
     # The bar: below it there are just as many places that are not fixed as there are blocks in use.
     num_in_use = int(np.count_nonzero(blocks.movable))
     bar = int(np.flatnonzero(~blocks.fixed)[num_in_use - 1]) + 1 if num_in_use else 0
@@ -91,12 +98,95 @@ def plan_pack(
     targets = np.flatnonzero(blocks.empty[:bar])
     in_the_way = np.flatnonzero(blocks.cached[:bar])
     shelters = (np.flatnonzero(blocks.empty[bar:]) + bar)[::-1]
-    num_direct = min(len(sources), len(targets))
-    num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters))
+    num_moves = pool.num_gpu_blocks if max_moves is None else max_moves
+    num_direct = min(len(sources), len(targets), num_moves)
+    num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters), num_moves - num_direct)
+    # Each kind by ascending id: what lies side by side goes side by side wherever the room does.
     return _pair(
-        np.concatenate((sources[:num_direct], in_the_way[:num_in_the_way]))[:max_moves].tolist(),
-        np.concatenate((targets[:num_direct], shelters[:num_in_the_way]))[:max_moves].tolist(),
+        np.concatenate((sources[:num_direct][::-1], in_the_way[:num_in_the_way])).tolist(),
+        np.concatenate((targets[:num_direct], shelters[:num_in_the_way][::-1])).tolist(),
     )
+
+
+def plan_gather(
+    pool: RunBlockPool,
+    run_length: int,
+    *,
+    goal: float = 0.0,
+    pinned: Iterable[int] = (),
+    spared: Iterable[int] = (),
+    max_moves: int | None = None,
+    max_evictions: int = 0,
+) -> list[BlockMove]:
+    """Gather what is free into runs of `run_length`, with fewer moves than a pack takes.
+
+        before   U . . .  U U . U  U U U .  U U . U      windows of 4 ids
+        after    . . . .  U U . U  U U U U  U U . U      the emptiest made way into the fullest
+
+    The windows are those at multiples of `run_length`. Those with least in use are cleared, as many as bring
+    the unusable share of the free blocks down to `goal`; what was there goes into the empty slots of those
+    with most in use. Tables stay as whole as they are elsewhere.
+
+    Args:
+        goal: `fragmentation.get_unusable_share` to come down to, 0 to 1.
+        pinned: ids that are neither read nor written.
+        spared: ids of cached blocks that are not overwritten.
+        max_moves: plan no more than this many; planning again goes on where this one ends.
+        max_evictions: cached blocks that may be overwritten where too little is empty: of those in the full
+            windows the ones used longest ago, as far as ages tell.
+    Returns:
+        The moves, which may be made in any order; [] when the goal is reached, or nothing can move. Windows
+        of the null block and of pinned ones are never cleared: with few windows, or many pins, the goal may
+        be out of reach.
+    Raises:
+        InvalidArgumentError: `run_length` is below 1.
+    Cost: O(number of blocks), in NumPy.
+    """
+    import numpy as np
+
+    if run_length < 1:
+        raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
+    if pool.get_fragmentation_rate(run_length) <= goal:
+        return []
+    blocks = _Map(pool, pinned)
+    num_windows = -(-len(blocks.free) // run_length)
+
+    def cut(where: "NDArray[np.bool_]", beyond: bool) -> "NDArray[np.bool_]":
+        """(num_windows, run_length); `beyond`: what holds past the last block."""
+        padded = np.full(num_windows * run_length, beyond)
+        padded[: len(where)] = where
+        return padded.reshape(num_windows, run_length)
+
+    movable = cut(blocks.movable, False)
+    num_used = movable.sum(axis=1)
+    is_fixed: NDArray[np.bool_] = np.any(cut(blocks.fixed, True), axis=1)
+    num_free = int(blocks.free.sum())
+    num_wanted = min(math.ceil((1 - goal) * num_free / run_length), num_free // run_length)
+    num_wanted -= int(np.count_nonzero((num_used == 0) & ~is_fixed))
+    if num_wanted <= 0:
+        return []
+    emptiest_first = np.argsort(num_used, kind="stable")
+    clearable = emptiest_first[(num_used[emptiest_first] > 0) & ~is_fixed[emptiest_first]]
+    sources = clearable[:num_wanted]
+    is_kept = (num_used > 0) | is_fixed
+    is_kept[sources] = False
+    kept = emptiest_first[::-1][is_kept[emptiest_first[::-1]]]
+
+    def ids_in(windows: "NDArray[np.int64]", where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
+        rows, columns = np.nonzero(where[windows])
+        found: NDArray[np.int64] = windows[rows] * run_length + columns
+        return found
+
+    source_ids = ids_in(sources, movable)[:max_moves]
+    target_ids = ids_in(kept, cut(blocks.empty, False))
+    if len(target_ids) < len(source_ids) and max_evictions > 0:
+        cached = blocks.cached.copy()
+        cached[[*pool.get_watched_ids(), *spared]] = False
+        cached_ids = ids_in(kept, cut(cached, False))
+        ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8)[cached_ids]
+        oldest = cached_ids[np.argsort(ages, kind="stable")][:max_evictions]
+        target_ids = np.concatenate((target_ids, oldest))
+    return _pair(source_ids.tolist(), target_ids.tolist())
 
 
 def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> RunClearance | None:
@@ -202,8 +292,9 @@ def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:
             yield block.block_id
 
 
-def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> None:
-    """Count the next `num_blocks` cached blocks in eviction order as empty."""
-    for block_id in islice(_list_evictable(pool, blocks), num_blocks):
+def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int, spared: frozenset[int]) -> None:
+    """Count the next `num_blocks` cached blocks in eviction order, but for those, as empty."""
+    evictable = (block_id for block_id in _list_evictable(pool, blocks) if block_id not in spared)
+    for block_id in islice(evictable, num_blocks):
         blocks.empty[block_id] = True
         blocks.cached[block_id] = False

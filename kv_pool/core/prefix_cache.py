@@ -266,9 +266,7 @@ class PrefixCache:
                     request, stored, hashes, parent, start, block_size, kv_cache_group_id
                 )
             else:
-                event = self._make_stored(
-                    request, stored, parent, start, block_size, kv_cache_group_id, self._stored_type
-                )
+                event = self._make_stored(request, stored, parent, start, block_size, kv_cache_group_id)
         before = blocks[num_cached_blocks - 1] if num_cached_blocks else self.blocks[0]
         add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
         if event is not None:
@@ -372,13 +370,7 @@ class PrefixCache:
             if num_units > 1:
                 (parent,) = self._hashes_of(request, num_units - 2, num_units - 1, unit)
             event = self._make_stored(
-                request,
-                [block_hash],
-                parent,
-                num_tokens - unit,
-                unit,
-                kv_cache_group_id,
-                self._stored_type,
+                request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id
             )
         if replace_existing_hashes or (covered is not None and covered < num_tokens):
             evict(self, block)
@@ -457,11 +449,7 @@ class PrefixCache:
                 first = end - len(part)
                 before = hashes[first - 1] if first else parent
                 first_token = start + first * block_size
-                events.append(
-                    self._make_stored(
-                        request, part, before, first_token, block_size, group_id, self._stored_type
-                    )
-                )
+                events.append(self._make_stored(request, part, before, first_token, block_size, group_id))
                 part = []
         return events
 
@@ -473,11 +461,12 @@ class PrefixCache:
         start: int,
         block_size: int,
         group_id: int,
-        make_event: Any,
+        make_event: Any = None,
     ) -> KVCacheEvent:
         """The one `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
 
-        A block with None for a hash is skipped, but its tokens are not.
+        A block with None for a hash is skipped, but its tokens are not. `make_event` is the event's class
+        if it is not that of stores.
         """
         num_lookahead = self.num_hash_lookahead_tokens
         stored = [block_hash for block_hash in hashes if block_hash is not None]
@@ -497,7 +486,7 @@ class PrefixCache:
                 first = after
         token_ids = request.all_token_ids[start:end]
         lora = request.lora_request
-        event: KVCacheEvent = make_event(
+        event: KVCacheEvent = (make_event or self._stored_type)(
             block_hashes=make_external_block_hashes(stored, 0) if self.use_int_block_hashes else stored,
             parent_block_hash=None if parent is None else self._make_external_hash(parent),
             token_ids=token_ids if isinstance(token_ids, list) else list(token_ids),

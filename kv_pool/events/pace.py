@@ -2,7 +2,7 @@
 
 import time
 
-WORK_NS = 250_000
+WORK_NS = 400_000
 REST_S = 50e-6
 
 
@@ -21,5 +21,9 @@ class Pace:
     def step(self) -> None:
         """Rest if it is time to. Call it every few microseconds of work, holding no lock."""
         if time.perf_counter_ns() - self._worked_since_ns >= self.work_ns:
-            time.sleep(self.rest_s)
+            self.rest()
             self._worked_since_ns = time.perf_counter_ns()
+
+    def rest(self) -> None:
+        """Let others run."""
+        time.sleep(self.rest_s)

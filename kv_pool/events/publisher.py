@@ -12,6 +12,7 @@ from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.config import PublisherConfig
+from kv_pool.events.endpoints import is_loopback
 from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_server import ReplayServer
@@ -115,6 +116,14 @@ class ZMQEventPublisher:
                 clock,
             )
             self._replay_server.start()
+        if config.curve_secret_key_file is None and not (
+            is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
+        ):
+            _logger.warning(
+                "whoever reaches %s or %s can read the token ids of all prompts; CURVE keys prevent it",
+                self.endpoint,
+                self.replay_endpoint,
+            )
         self._thread = threading.Thread(target=self._run, name="kv_pool event publisher", daemon=True)
         self._thread.start()
 
@@ -227,6 +236,7 @@ class ZMQEventPublisher:
                 wait_s = None if heartbeat_s is None else max(0.0, sent_s + heartbeat_s - time.monotonic())
                 published = self._queue.get(timeout=wait_s)
             except Empty:
+                self._skip_to(self._find_next_number())
                 self._handle(self._clock(), [])
                 sent_s = time.monotonic()
                 continue
@@ -236,8 +246,7 @@ class ZMQEventPublisher:
             if time.monotonic() >= self._give_up_s:
                 self._count_dropped(events)
                 continue
-            if number > self._expected_number:
-                self._skip(number - self._expected_number)
+            self._skip_to(number)
             self._expected_number = number + 1
             self._handle(ts, events)
             sent_s = time.monotonic()
@@ -245,10 +254,18 @@ class ZMQEventPublisher:
             self._replay_server.stop()
         self._sockets.live.close()
 
-    def _skip(self, num_batches: int) -> None:
-        """Leave a hole in place of batches that were dropped."""
-        self._buffer.leave_hole(self._buffer.last_sequence + num_batches)
-        self._must_clear = True
+    def _find_next_number(self) -> int:
+        """Of the batch that comes next: behind the dropped ones if no other is queued."""
+        with self._publishing:
+            return self._next_number if self._queue.empty() else self._expected_number
+
+    def _skip_to(self, number: int) -> None:
+        """Leave a hole in place of the batches before this one that were dropped."""
+        num_dropped = number - self._expected_number
+        if num_dropped:
+            self._buffer.leave_hole(self._buffer.last_sequence + num_dropped)
+            self._must_clear = True
+        self._expected_number = number
 
     def _handle(self, ts: float, events: list[KVCacheEvent]) -> None:
         """Send one batch, or leave a hole where it would have been. Never raises."""

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
@@ -92,7 +93,9 @@ class ReplayServer:
     def stop(self) -> None:
         """End the thread after the batch it is sending, or the piece of a snapshot; its socket is closed."""
         self._is_stopping = True
-        self._wake_sender.send(b"")
+        # Nobody is there any more if the thread has seen it by now; to wait for one would be for ever.
+        with suppress(zmq.Again):
+            self._wake_sender.send(b"", zmq.DONTWAIT)
         self._thread.join()
         self._wake_sender.close(linger=0)
 

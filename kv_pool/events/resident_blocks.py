@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
-from kv_pool.events.sharded_dict import ShardedDict
+from kv_pool.events.sharded_dict import ShardedDict, find_shard
 from kv_pool.ids import ExternalBlockHash
 
 
@@ -110,7 +110,7 @@ class ResidentBlocks:
         first_copies: list[int] = []
         parent = event.parent_block_hash
         for position, block_hash in enumerate(event.block_hashes):
-            shard = blocks.shard(block_hash)
+            shard = blocks.shards[find_shard(block_hash)]
             block = shard.get(block_hash)
             if block is None:
                 block = ResidentBlock(

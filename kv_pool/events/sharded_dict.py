@@ -23,10 +23,15 @@ class ShardedDict(Generic[Value]):
 
     def shard(self, block_hash: ExternalBlockHash) -> dict[ExternalBlockHash, Value]:
         """The dict that has this hash, if any has."""
-        return self.shards[hash(block_hash) % NUM_SHARDS]
+        return self.shards[find_shard(block_hash)]
 
     def __contains__(self, block_hash: ExternalBlockHash) -> bool:
         return block_hash in self.shard(block_hash)
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
+
+
+def find_shard(block_hash: ExternalBlockHash) -> int:
+    """The number of the shard that has this hash, if any has."""
+    return hash(block_hash) % NUM_SHARDS

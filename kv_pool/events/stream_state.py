@@ -1,18 +1,21 @@
 """`StreamState`: between a pool and those who read of it; makes what they read true, and can tell it anew."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from threading import Lock
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
-from kv_pool.errors import InvalidTypeError
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.events.chains import iter_chunks
+from kv_pool.events.foreign_events import adopt
 from kv_pool.events.pace import Pace
 from kv_pool.events.removals import coalesce_removals
 from kv_pool.events.resident_blocks import Change, ResidentBlocks
-from kv_pool.events.snapshot import copy_places, iter_chunks, redo
+from kv_pool.events.resident_copy import copy_places, redo
 from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
 
 NOTHING_APPLIED = -1
-EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
+MAX_BLOCKS_PER_CHUNK = 256
 
 
 class StreamState:
@@ -38,6 +41,9 @@ class StreamState:
 
     With all of these off `apply` returns what it is given. Nothing that was given is changed.
 
+    A parent is sent as the pool names it, though it may have been evicted, or skipped in a window: its child
+    is an orphan, of which some readers make nothing. It is not told again when the parent comes.
+
     Threads: one calls `apply`, any other takes snapshots meanwhile.
     """
 
@@ -56,25 +62,22 @@ class StreamState:
         self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
-    def apply(self, events: list[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
+    def apply(self, events: Sequence[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
         """Note a batch of events, and say which to send instead of them.
 
         Args:
-            events: oldest first.
-            sequence: the batch's number; None for the one after the last.
+            events: oldest first; an engine's own classes become ours.
+            sequence: the batch's number; None for the one after the last. Send the batch even if nothing is
+                left of it: a snapshot from now on says that it has it.
         Raises:
-            InvalidTypeError: something that is none of the three events. Nothing has changed.
+            InvalidTypeError: something that is none of the three events, whosever class it is of. Nothing
+                has changed.
         Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
         """
-        for event in events:
-            if not isinstance(event, EVENT_TYPES):
-                raise InvalidTypeError(
-                    f"a {type(event).__name__} can not be sent; readers know BlockStored, BlockRemoved and "
-                    "AllBlocksCleared"
-                )
+        ours = [adopt(event) for event in events]
         sent: list[KVCacheEvent] = []
         with self._lock:
-            for event in events:
+            for event in ours:
                 if isinstance(event, BlockStored):
                     sent += self._store(event)
                 elif isinstance(event, BlockRemoved):
@@ -107,18 +110,22 @@ class StreamState:
             return []
         return [BlockRemoved(gone, event.medium, event.group_idx, event.locality, event.ownership)]
 
-    def iter_snapshot(self, pace: Pace | None = None) -> tuple[int, Iterator[list[KVCacheEvent]]]:
+    def iter_snapshot(
+        self, max_blocks: int = MAX_BLOCKS_PER_CHUNK, pace: Pace | None = None
+    ) -> tuple[int, Iterator[list[KVCacheEvent]]]:
         """All that is resident, as events for a reader that knows nothing.
 
         Returns:
             The number of the last batch that is in it (-1 for none): the reader goes on with the next one.
-            And the events, in lists of at most 256 blocks: `AllBlocksCleared`; then every hash once, parents
-            before children, chains as one event; at last the orphans, with the parents they had.
+            And the events, in lists of at most `max_blocks` blocks: `AllBlocksCleared`; then every hash once,
+            parents before children, chains as one event; at last the orphans, with the parents they had.
 
-        No other thread is held up for longer than `pace` says: by default a quarter of a millisecond at a
-        time, the caller's work between two lists included. Until all lists are taken they need as much
-        memory again as the keys.
+        No other thread is held up for longer than `pace` says: by default 0.4 ms at a time, in which the
+        caller's work on a list counts. Beside a thread that never waits, each of these takes another 5 ms
+        (`sys.setswitchinterval`). Until all lists are taken they need some 100 bytes of memory a block.
         """
+        if max_blocks < 1:
+            raise InvalidArgumentError(f"max_blocks is {max_blocks}; a list has at least 1 block")
         pace = Pace() if pace is None else pace
         resident = self.resident
         changes: list[Change | None] = []
@@ -132,9 +139,10 @@ class StreamState:
                     resident.changes = None
                     sequence = self.last_sequence
         redo(copies, changes, pace)
-        return sequence, iter_chunks(copies, pace)
+        cleared: list[KVCacheEvent] = [AllBlocksCleared()]
+        return sequence, chain([cleared], iter_chunks(copies, max_blocks, pace))
 
-    def take_snapshot(self, pace: Pace | None = None) -> tuple[int, list[KVCacheEvent]]:
+    def take_snapshot(self) -> tuple[int, list[KVCacheEvent]]:
         """`iter_snapshot`, all events in one list."""
-        sequence, chunks = self.iter_snapshot(pace)
+        sequence, chunks = self.iter_snapshot()
         return sequence, [event for chunk in chunks for event in chunk]

@@ -176,7 +176,7 @@ class KVCacheManager:
             pool.touch(hits)
         if not num_new_blocks:
             new_blocks = []
-        elif self._run_pool is None or (table is None and not hits):
+        elif self._run_pool is None or not (num_held or hits):
             new_blocks = pool.get_new_blocks(num_new_blocks)
         else:
             last = hits[-1] if table is None else table.blocks[-1]

@@ -2,6 +2,7 @@
 
 import pytest
 from adapter.made_pool import check, draw, fill, make, make_storage, read, state, take
+from drawing import hash_of
 
 from kv_pool import (
     CopyFailedError,
@@ -10,6 +11,7 @@ from kv_pool import (
     PoolExhaustedError,
     UnknownDeviceError,
 )
+from kv_pool.core.block_keys import make_external_block_hash
 
 
 def make_pair(**options):
@@ -57,6 +59,65 @@ def test_a_shared_block_goes_with_one_holder_and_stays_with_the_other():
     assert read(there, 1) == read(here, 4) == [16, 17, 18]
     assert here.blocks_of(1) == []
     check(here)
+    check(there)
+
+
+def test_what_was_cached_is_hit_on_the_other_device_and_still_on_this_one():
+    here, there = make_pair()
+    hashes = [hash_of(number) for number in (1, 2, 3)]
+    here.cache_prefix(1, hashes[:2])
+    here.migrate_blocks(here.blocks_of(1), 1)
+    assert there.claim_prefix(8, hashes) == there.blocks_of(1)[:2]
+    assert here.claim_prefix(9, hashes)
+    assert read(there, 8) == read(here, 9) == [16, 17]
+    there.cache_prefix(1, hashes)
+    there.free_sequence(1)
+    there.free_sequence(8)
+    assert len(there.claim_prefix(8, hashes)) == 3
+    assert read(there, 8) == [16, 17, 18]
+    check(here)
+    check(there)
+
+
+def test_a_hash_that_is_cached_there_already_gets_a_second_block():
+    here, there = make_pair()
+    here.cache_prefix(1, [hash_of(1), hash_of(2)])
+    there.cache_prefix(3, [hash_of(1)])
+    here.migrate_blocks(here.blocks_of(1), 1)
+    there.free_sequence(3)
+    there.block_pool.evict_blocks([1])
+    assert there.claim_prefix(8, [hash_of(1), hash_of(2)]) == there.blocks_of(1)[:2]
+    assert read(there, 8) == [16, 17]
+    check(there)
+
+
+def test_events_tell_of_what_is_cached_there_now():
+    here, there = make_pair()
+    there.block_pool.enable_kv_cache_events = True
+    here.cache_prefix(1, [hash_of(number) for number in (1, 2, 3)])
+    here.migrate_blocks(here.blocks_of(1)[1:], 1)
+    told = there.block_pool.take_events()
+    external = [make_external_block_hash(hash_of(number)) for number in (1, 2, 3)]
+    assert [(event.block_hashes, event.parent_block_hash) for event in told] == [
+        ([external[1]], external[0]),
+        ([external[2]], external[1]),
+    ]
+    there.free_sequence(1)
+    there.block_pool.evict_blocks(range(1, 6))
+    assert sorted(event.block_hashes for event in there.block_pool.take_events()) == sorted(
+        [[external[1]], [external[2]]]
+    )
+    here.block_pool.enable_kv_cache_events = True
+    here.cache_prefix(2, [hash_of(7)])
+    [stored] = here.block_pool.take_events()
+    assert (stored.block_hashes, stored.token_ids) == ([make_external_block_hash(hash_of(7))], [])
+
+
+def test_a_pool_that_does_not_cache_does_not_learn_hashes():
+    here, there = make_pair(enable_caching=False)
+    here.cache_prefix(1, [hash_of(1)])
+    here.migrate_blocks(here.blocks_of(1), 1)
+    assert there.claim_prefix(8, [hash_of(1)]) == []
     check(there)
 
 

@@ -102,6 +102,21 @@ def test_pinned_blocks_stay_where_they_are():
     check(pool)
 
 
+def test_what_is_in_flight_stays_where_it_is():
+    pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
+    below = pool.block_pool
+    [taken] = below.get_new_blocks(1)
+    read = below.blocks[pool.blocks_of(5)[0]]
+    below.touch([read])
+    below.unpin_blocks([read], lambda block: None)
+    places = taken.block_id, read.block_id
+    assert pool.defragment() > 0
+    assert len(take(pool, 6, 3, contiguous="require")) == 3
+    assert (taken.block_id, read.block_id) == places
+    below.free_blocks([taken])
+    check(pool)
+
+
 def test_defragment_brings_blocks_together_with_their_bytes():
     told = []
     pool = make_scattered(on_moved=told.append, storage=make_storage(), run_length=4)

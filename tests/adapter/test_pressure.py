@@ -1,10 +1,16 @@
 """Too few blocks: the reserve, eviction by policy, refusal, the migration hook; and what stays cached."""
 
 import pytest
-from adapter.made_pool import check, draw, make, make_scattered, make_storage, state, take
+from adapter.made_pool import check, draw, make, make_scattered, make_storage, read, state, take, write
 from drawing import hash_of
 
-from kv_pool import InvalidArgumentError, LRUEviction, PoolExhaustedError, UnknownSequenceError
+from kv_pool import (
+    BlockAllocationRequest,
+    InvalidArgumentError,
+    LRUEviction,
+    PoolExhaustedError,
+    UnknownSequenceError,
+)
 
 
 def make_full(**options):
@@ -140,6 +146,53 @@ def test_a_hook_that_makes_no_room_is_named_in_the_refusal():
         take(pool, 4, 1)
 
 
+def test_a_hook_makes_room_for_a_batch_which_is_tried_once_more_as_a_whole():
+    asked = []
+
+    def free_one(request, num_missing):
+        assert pool.list_sequences() == [1, 2, 3], "the batch was not taken back before the hook was called"
+        asked.append((request.sequence_id, num_missing))
+        pool.free_sequence(1)
+
+    pool = make(10, migration_hook=free_one)
+    for sequence_id in (1, 2, 3):
+        take(pool, sequence_id, 3)
+    batches = pool.allocate_many([BlockAllocationRequest(1, 4), BlockAllocationRequest(2, 5)])
+    assert asked == [(5, 2)]
+    assert batches == [pool.blocks_of(4), pool.blocks_of(5)]
+    check(pool)
+
+
+def test_a_batch_that_a_hook_could_not_help_leaves_nothing_taken():
+    asked = []
+    pool = make_full(
+        migration_hook=lambda request, num_missing: asked.append((request.sequence_id, num_missing))
+    )
+    pool.free_sequence(3)
+    with pytest.raises(PoolExhaustedError, match=r"Tried: the migration hook\."):
+        pool.allocate_many([BlockAllocationRequest(2, 4, pinned=True), BlockAllocationRequest(3, 4)])
+    assert asked == [(4, 2)]
+    with pytest.raises(PoolExhaustedError, match="Tried: nothing else"):
+        pool.allocate_many([BlockAllocationRequest(5, 4), BlockAllocationRequest(5, 5)])
+    with pytest.raises(InvalidArgumentError):
+        pool.allocate_many([BlockAllocationRequest(1, 4), BlockAllocationRequest(0, 5)])
+    assert len(asked) == 1
+    assert (draw(pool), pool.num_pinned_blocks, pool.list_sequences()) == ("111222...", 0, [1, 2])
+    check(pool)
+
+
+def test_one_sequence_of_a_batch_is_not_evicted_for_another():
+    """It was: its ids were in the answer, and another sequence had them."""
+    pool = make(9, eviction_policy=LRUEviction())
+    take(pool, 1, 2)
+    with pytest.raises(PoolExhaustedError):
+        pool.allocate_many([BlockAllocationRequest(4, 2), BlockAllocationRequest(7, 3)])
+    assert pool.get_free_blocks() >= 7
+    batches = pool.allocate_many([BlockAllocationRequest(4, 2), BlockAllocationRequest(5, 3)])
+    assert sorted(batches[0] + batches[1]) == list(range(1, 10))
+    check(pool)
+
+
 # ---- what stays cached ---------------------------------------------------------------------------
 
 
@@ -186,6 +239,48 @@ def test_low_priority_is_evicted_before_high(high_first, contiguous):
     assert find(pool, range(1, 11)) == [1, 2, 3, 4, 5]
     take(pool, 5, 2, contiguous=contiguous)
     assert len(find(pool, range(1, 11))) == 3
+    check(pool)
+
+
+@pytest.mark.parametrize("on_moved", [None, lambda relocation: None], ids=["in place", "by moving"])
+def test_a_required_run_takes_what_high_priority_left_only_when_there_is_no_other(on_moved):
+    pool = make(on_moved=on_moved)
+    cache_and_free(pool, 1, range(1, 6), priority=1)  # the oldest, and so what a run would be made of
+    cache_and_free(pool, 2, range(6, 11))
+    take(pool, 3, 3, contiguous="require")
+    assert find(pool, range(1, 6)) == [1, 2, 3, 4, 5]
+    take(pool, 4, 5, contiguous="require")
+    assert len(find(pool, range(1, 6))) <= 2
+    check(pool)
+
+
+@pytest.mark.parametrize("goal", [None, 0.0], ids=["packed", "gathered"])
+def test_compaction_overwrites_nothing_that_high_priority_left(goal):
+    """1 . 3 . 5 . 7 . 9 .  in use; what is between them is cached, that of high priority used longest ago."""
+    pool = make(run_length=2)
+    for sequence_id in range(1, 11):
+        take(pool, sequence_id, 1, priority=1 if sequence_id in (2, 4) else 0)
+        pool.cache_prefix(sequence_id, [hash_of(sequence_id)])
+    for sequence_id in range(2, 11, 2):
+        pool.free_sequence(sequence_id)
+    assert pool.defragment(max_evictions=3, goal=goal) > 0
+    assert set(find(pool, range(1, 11))) >= {1, 2, 3, 4, 5, 7, 9}
+    assert len(find(pool, range(1, 11))) < 10
+    check(pool)
+
+
+@pytest.mark.parametrize("contiguous", ["prefer", "require"])
+def test_a_run_is_made_without_losing_what_high_priority_left(contiguous):
+    pool = make(on_moved=lambda relocation: None, storage=make_storage())
+    for number in range(1, 11):
+        [block_id] = cache_and_free(pool, number, [number], priority=number % 2)
+        write(pool, block_id, number)
+    take(pool, 20, 4, contiguous=contiguous)
+    assert draw(pool).count("0000") == 1
+    assert find(pool, range(1, 11, 2)) == [1, 3, 5, 7, 9]
+    for number in (1, 3, 5, 7, 9):
+        pool.claim_prefix(number, [hash_of(number)])
+        assert read(pool, number) == [number]
     check(pool)
 
 

@@ -18,7 +18,7 @@ def folder(tmp_path):
 def test_help_names_the_sub_commands(tmp_path):
     done = kv_pool_command("--help", cwd=tmp_path)
     assert done.returncode == 0
-    assert all(name in done.stdout for name in ("replay", "sweep", "info"))
+    assert all(name in done.stdout for name in ("replay", "sweep", "serve", "stats", "defrag", "info"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kv_pool import (
     Request,
 )
 from kv_pool.contiguous import invariants
-from kv_pool.contiguous.compaction import apply_moves, pack, pack_if_fragmented, shrink, take_run
+from kv_pool.contiguous.compaction import apply_moves, gather, pack, shrink, take_run
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.ids import BlockMove
 from kv_pool.metrics.residency import KVCacheMetricsCollector
@@ -312,11 +312,15 @@ def test_packing_brings_fragmentation_to_nothing_and_tells_each_round():
     assert pool.get_cached_block(hash_of(7), [0]) is not None
 
 
-def test_only_a_fragmented_pool_is_packed():
-    pool, engine = make_engine("free: 1 2 4 | in use: 3")
-    assert pack_if_fragmented(pool, engine.copy, run_length=2, threshold=0.5) == []
-    assert pack_if_fragmented(pool, engine.copy, run_length=2, threshold=0.1)
-    assert pool.list_free_runs() == [3]
+def test_gathering_moves_no_more_than_the_goal_takes_and_tells_of_it():
+    pool, engine = make_engine("free: 2 5 7 8 | in use: 1 3 4 6 9")
+    told = []
+    assert gather(pool, engine.copy, run_length=2, goal=0.5, on_moved=told.append).moves == []
+    assert told == []
+    relocation = gather(pool, engine.copy, run_length=2, on_moved=told.append)
+    assert told == [relocation]
+    assert len(relocation.moves) == 2
+    assert pool.get_fragmentation_rate(2) == 0
 
 
 def test_room_is_made_for_a_run_that_is_not_there():

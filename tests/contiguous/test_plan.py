@@ -10,7 +10,7 @@ from drawing import blocks, cache, state
 from kv_pool import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.contiguous.compaction import apply_moves
 from kv_pool.contiguous.move_check import check_moves
-from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_pack
+from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 
 
@@ -40,7 +40,12 @@ def test_a_packed_pool_needs_no_moves():
 
 def test_blocks_in_use_go_from_the_highest_ids_to_the_lowest_empty_ones():
     pool = make_run_pool("free: 1 3 5 | in use: 2 4 6 7")
-    assert plan_pack(pool) == [(7, 1), (6, 3)]
+    assert plan_pack(pool) == [(6, 1), (7, 3)]
+
+
+def test_blocks_that_lie_side_by_side_go_side_by_side():
+    pool = make_run_pool("free: 1 2 4 5 6 | in use: 3 7 8 9 10")
+    assert plan_pack(pool) == [(7, 1), (8, 2), (9, 4), (10, 5)]
 
 
 def test_cached_blocks_give_way_first_and_their_place_is_taken_next():
@@ -78,7 +83,7 @@ def test_content_that_somebody_waits_for_is_not_overwritten():
 
 def test_a_plan_can_be_bounded():
     pool = make_run_pool("free: 1 2 3 | in use: 4 5 6")
-    assert plan_pack(pool, max_moves=2) == [(6, 1), (5, 2)]
+    assert plan_pack(pool, max_moves=2) == [(5, 1), (6, 2)]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -101,6 +106,74 @@ def test_a_pack_of_a_pool_without_cache_is_the_least_number_of_moves(seed):
         default=0,
     )
     assert len(moves) == fewest
+
+
+# ---- gather --------------------------------------------------------------------------------------
+
+
+def count_free_windows(pool, length):
+    ages = bytes(pool.run_index.ages)
+    return sum(all(ages[first : first + length]) for first in range(0, len(ages), length))
+
+
+def test_the_emptiest_window_makes_way_into_the_fullest():
+    pool = make_run_pool("free: 5 6 7 9 12 15 | in use: 1 2 3 4 8 10 11 13 14")
+    assert plan_gather(pool, 4) == [(4, 9)]
+
+
+def test_no_more_windows_are_cleared_than_the_goal_takes():
+    pool = make_run_pool("free: 5 6 7 9 10 11 13 14 15 | in use: 1 2 3 4 8 12")
+    assert len(plan_gather(pool, 4, goal=0.0)) == 2
+    assert len(plan_gather(pool, 4, goal=0.6)) == 1
+    assert plan_gather(pool, 4, goal=1.0) == []
+
+
+def test_a_pool_that_cannot_have_a_run_is_left_alone():
+    assert plan_gather(make_run_pool("free: 1 3 5 | in use: 2 4 6 7 8 9 10 11"), 4) == []
+
+
+def test_a_window_with_a_pinned_block_stays():
+    pool = make_run_pool("free: 5 6 7 9 10 11 | in use: 1 2 3 4 8")
+    (to_fullest,) = plan_gather(pool, 4)
+    assert to_fullest.source == 4
+    assert [move.source for move in plan_gather(pool, 4, pinned=[4])] == [8]
+
+
+def test_where_nothing_is_empty_the_oldest_content_in_full_windows_goes_and_only_so_much():
+    pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
+    assert plan_gather(pool, 4) == []
+    assert plan_gather(pool, 4, max_evictions=2) == [(8, 2)]
+    assert plan_gather(pool, 4, max_evictions=2, spared=[2]) == [(8, 6)]
+
+
+def test_what_somebody_waits_for_is_not_overwritten_by_gathering():
+    pool = make_run_pool("free: 9* 10* 11* | in use: 1 2 3 4 5 6 7 8 12 13 14 15")
+    pool.unpin_blocks(blocks(pool, 13), print)
+    assert plan_gather(pool, 4, max_evictions=5) == []
+
+
+def test_a_window_has_a_block_at_least():
+    with pytest.raises(InvalidArgumentError, match="run_length is 0"):
+        plan_gather(make_run_pool("free: 1"), 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("max_moves", [1, 5, None])
+def test_gathering_leaves_one_window_half_full_and_moves_less_than_a_pack(seed, max_moves):
+    rng = random.Random(seed)
+    length = rng.choice([2, 4, 5])
+    pool = make_random_pool(rng, length * rng.randrange(6, 30), cached_share=0)
+    num_packed = len(plan_pack(pool))
+    num_free = pool.get_num_free_blocks()
+    num_moved = 0
+    while moves := plan_gather(pool, length, max_moves=max_moves):
+        assert max_moves is None or len(moves) <= max_moves
+        check_moves(pool.blocks, moves, (), pool.get_watched_ids())
+        pool.swap_block_ids(moves)
+        num_moved += len(moves)
+    # Besides one window, that of the null block may have room left.
+    assert num_free - length * count_free_windows(pool, length) <= 2 * (length - 1)
+    assert num_moved <= num_packed
 
 
 # ---- clear a run ---------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Subscriber(Reader):
     """A SUB."""
 
     def __init__(self, endpoint, topic=b"", **options):
-        super().__init__(zmq.SUB, endpoint, rcvhwm=0, **options)
+        super().__init__(zmq.SUB, endpoint, **{"rcvhwm": 0, **options})
         self.socket.subscribe(topic)
 
     def receive(self):

@@ -164,6 +164,26 @@ def test_several_threads_may_publish():
     assert seen == [list(range(num_batches))] * num_threads
 
 
+def test_a_subscriber_that_stalls_loses_batches_and_sees_it_and_can_ask_for_them():
+    num_batches = 60
+    tokens = [70_000] * 100_000  # more than the operating system keeps for a reader
+    with make_publisher(hwm=5, linger_s=0.0) as publisher, Requester(publisher.replay_endpoint) as requester:
+        with subscribed(publisher, rcvhwm=5, rcvbuf=4096) as (stalled, first):
+            for number in range(num_batches):
+                publisher.publish([BlockStored([number], None, tokens, len(tokens), None, "GPU", None)])
+            last = first + num_batches - 1
+            requester.ask_until(last, last)  # all were sent: nobody waited for the one that does not read
+            sequences = [stalled.receive()[0]]
+            while stalled.socket.poll(100):
+                sequences.append(stalled.receive()[0])
+            publisher.publish([removed(0)])
+            sequences.append(stalled.receive()[0])
+        assert sequences[-1] == last + 1
+        missed = sorted(set(range(first, last + 1)) - set(sequences))
+        assert missed
+        assert set(missed) <= {sequence for sequence, _ in requester.ask(missed[0])}
+
+
 # ---- a full queue ------------------------------------------------------------------------------------
 
 
@@ -206,6 +226,23 @@ def test_a_full_queue_loses_the_oldest_and_leaves_a_hole_there():
 def test_a_full_queue_loses_the_newest_and_leaves_a_hole_there():
     answer = publish_into_a_full_queue("drop_newest")
     assert answer == [(0, [0]), (1, [1]), (2, [2]), (3, [3]), (6, ["clear", 6])]
+
+
+def test_a_heartbeat_tells_of_a_loss_that_no_batch_follows():
+    entered, gate = threading.Event(), threading.Event()
+    state = GatedState(entered, gate)
+    with make_publisher(state, max_queue_size=1, when_full="drop_newest", heartbeat_s=0.01) as publisher:
+        publisher.publish([removed(0)])
+        assert entered.wait(20)
+        publisher.publish([removed(1)])
+        publisher.publish([removed(2)])
+        gate.set()
+        with Requester(publisher.replay_endpoint) as requester:
+            answer = []
+            while len(answer) < 3:
+                answer = requester.ask(0)
+    assert publisher.statistics().num_batches_dropped == 1
+    assert (3, [AllBlocksCleared()]) in [(sequence, batch.events) for sequence, batch in answer]
 
 
 # ---- closing -----------------------------------------------------------------------------------------
@@ -262,6 +299,15 @@ def test_a_port_in_use_is_a_typed_error_and_nothing_is_left_running(taken):
         assert isinstance(caught.value, OSError)
         assert isinstance(caught.value, KVPoolError)
         assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [({}, False), ({"endpoint": "tcp://*:0"}, True), ({"replay_endpoint": "tcp://*:0"}, True)],
+)
+def test_an_open_stream_that_other_machines_reach_is_worth_a_warning(settings, warns, caplog):
+    with make_publisher(**settings):
+        assert ("can read the token ids" in caplog.text) is warns
 
 
 def test_an_address_of_another_machine_cannot_be_bound():

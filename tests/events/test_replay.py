@@ -130,6 +130,16 @@ def test_a_frame_that_is_too_long_cuts_its_sender_off_and_nobody_else(publisher)
         assert requester.ask_for_sequences(7) == [7]
 
 
+def test_closing_ends_though_the_replay_thread_was_faster():
+    """`close()` waited for ever when a request woke that thread, and it saw that it should stop."""
+    with make_publisher() as publisher, Requester(publisher.replay_endpoint) as requester:
+        server = publisher._replay_server
+        server._is_stopping = True
+        requester.request(0)
+        server._thread.join(20)
+        assert not server._thread.is_alive()
+
+
 # ---- readers that do not read ------------------------------------------------------------------------
 
 

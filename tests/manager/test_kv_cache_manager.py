@@ -456,3 +456,11 @@ def test_on_a_pool_with_runs_a_request_goes_on_after_its_cached_prefix():
     manager.allocate_slots(second, 30 - prefix.num_tokens, prefix)
     ids_of_second = manager.get_block_ids("second")
     assert ids_of_second == list(range(ids_of_second[0], ids_of_second[0] + 8))
+
+
+def test_on_a_pool_with_runs_a_request_that_began_with_no_tokens_grows():
+    """It raised IndexError: the last of no blocks."""
+    manager = KVCacheManager(RunBlockPool(40, True, 4))
+    request = make_request("a", range(8))
+    assert manager.allocate_slots(request, 0) == []
+    assert len(manager.allocate_slots(request, 8)) == 2

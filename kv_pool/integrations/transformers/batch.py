@@ -69,14 +69,23 @@ class PagedBatch:
         """Reserve and look up the slots of a run of the model: before its first layer.
 
         Raises:
-            InvalidArgumentError: an input of another shape than the rows say.
+            InvalidArgumentError: an input of another shape than the rows say, or several tokens of a row
+                that its request does not have. Nothing has changed.
             OutOfBlocksError: the new tokens do not fit. Rows before may have got blocks, which they keep.
         """
         counts = self.count_new_tokens(width)
         if num_rows != len(self.requests) or max(counts) != width:
             raise InvalidArgumentError(
-                f"an input of {num_rows} rows of {width} tokens for rows with {counts} new tokens"
+                f"an input of {num_rows} rows of {width} tokens for rows with {counts} new tokens. With "
+                "generate() each row is a request: num_return_sequences and num_beams take one for each"
             )
+        for request, count in zip(self.requests, counts, strict=True):
+            if count > 1 and request.num_computed_tokens + count > request.num_tokens:
+                raise InvalidArgumentError(
+                    f"an input of {count} tokens after the {request.num_computed_tokens} computed ones of "
+                    f"request {request.request_id!r}, which has {request.num_tokens}. Are computed ones fed "
+                    "again? generate(use_cache=False) and assisted decoding do so"
+                )
         for request, count in zip(self.requests, counts, strict=True):
             if not self.sequences.reserve(request, count):
                 pool = self.sequences.manager.block_pool

@@ -68,7 +68,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         self._refuse("crop")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
-        self._refuse("reorder_cache")
+        raise InvalidArgumentError(
+            "beam search puts rows in the place of others, and each row here is a request with its blocks: "
+            "generate with num_beams=1, and where a request is to go on in two ways, PagedSequences.fork() it"
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         self._refuse("batch_repeat_interleave")
@@ -107,7 +110,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             attention is `ATTENTION_NAME`, which reads the blocks.
 
     Blocks may be moved, shared, evicted and migrated whenever no forward pass is running; a pass looks its
-    slots up in its first layer. Beam search and assisted decoding are refused: they drop or reorder rows.
+    slots up in its first layer. Beam search and assisted decoding are refused: they reorder or crop rows.
+    So is `use_cache=False`: it feeds computed tokens again.
     """
 
     def __init__(

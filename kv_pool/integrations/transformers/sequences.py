@@ -9,6 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove
 from kv_pool.integrations.transformers.positions import list_slots
@@ -44,7 +47,8 @@ class PagedSequences:
     """Requests of one pool with their K and V: admitted, grown, freed, forked, and migrated to another pool.
 
     It keeps no block ids: they are asked of the manager whenever the model runs. So blocks may be moved at
-    any time between two runs, as long as bytes and ids are moved together.
+    any time between two runs, as long as bytes and ids are moved together; `defragment` does that, and so
+    does a `Defragmenter`, to which this is a pool.
 
         sequences = PagedSequences(KVCacheManager(pool), allocate_storage(model, pool.num_gpu_blocks, 16))
         sequences.admit(request)
@@ -53,6 +57,7 @@ class PagedSequences:
     Args:
         manager: of the pool that the blocks come from.
         storage: torch tensors with a block for each of the pool's and the manager's block size.
+        run_length: what `get_fragmentation_rate` is about.
     Raises:
         InvalidArgumentError: a storage that does not fit.
 
@@ -60,7 +65,9 @@ class PagedSequences:
     becomes findable when its last layer has been written, never before.
     """
 
-    def __init__(self, manager: KVCacheManager, storage: KVStorage) -> None:
+    def __init__(
+        self, manager: KVCacheManager, storage: KVStorage, run_length: int = DEFAULT_RUN_LENGTH
+    ) -> None:
         num_blocks = manager.block_pool.num_gpu_blocks
         if storage.block_size != manager.block_size or storage.num_blocks < num_blocks:
             raise InvalidArgumentError(
@@ -73,6 +80,7 @@ class PagedSequences:
             )
         self.manager = manager
         self.storage = storage
+        self.run_length = run_length
 
     def admit(self, request: Request, max_prefix_tokens: int | None = None) -> int | None:
         """Give a request blocks for all its tokens: those of its longest cached prefix, and new ones.
@@ -165,6 +173,76 @@ class PagedSequences:
             self.manager.free(request)
         request.num_computed_tokens = num_tokens
         return has_moved
+
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
+        """Bring the blocks in use together, with their K and V. Not while the model runs.
+
+        Args:
+            max_evictions: cached blocks that may be lost where too little is empty.
+            max_moves: stop after so many; the next call goes on from there.
+            goal: the fragmentation rate to come down to with few moves; None: to the lowest ids with them.
+        Returns:
+            How many blocks changed their id. What a request has cached is cached, and found, as before.
+        Raises:
+            InvalidArgumentError: the pool is no `RunBlockPool`.
+            CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
+        """
+        pool = self._get_run_pool()
+        pinned = list(pool.get_watched_ids())
+        if goal is None:
+            relocations = compaction.pack(
+                pool,
+                self.storage.apply_moves,
+                pinned=pinned,
+                max_moves=max_moves,
+                max_evictions=max_evictions,
+            )
+        else:
+            relocations = [
+                compaction.gather(
+                    pool,
+                    self.storage.apply_moves,
+                    run_length=self.run_length,
+                    goal=goal,
+                    pinned=pinned,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                )
+            ]
+        return sum(len(relocation.moves) for relocation in relocations)
+
+    def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
+        """Take blocks with consecutive ids, as for a transfer; requests make way with their K and V.
+
+        Returns:
+            Blocks of the manager's pool, to be given back there; None where no run can be made. A later
+            `defragment` moves them, too: do not keep their ids.
+        Raises:
+            InvalidArgumentError: the pool is no `RunBlockPool`.
+            OutOfBlocksError: fewer blocks are free. In both cases nothing has changed.
+            CopyFailedError: no block has moved, and none is taken.
+        """
+        pool = self._get_run_pool()
+        watched = list(pool.get_watched_ids())
+        return compaction.take_run(
+            pool, num_blocks, self.storage.apply_moves, lambda relocation: None, pinned=watched
+        )
+
+    def get_fragmentation_rate(self) -> float:
+        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks).
+
+        Raises:
+            InvalidArgumentError: the pool is no `RunBlockPool`.
+        """
+        return self._get_run_pool().get_fragmentation_rate(self.run_length)
+
+    def _get_run_pool(self) -> RunBlockPool:
+        pool = self.manager.block_pool
+        if not isinstance(pool, RunBlockPool):
+            raise InvalidArgumentError(f"a {type(pool).__name__} does not know its runs; use a RunBlockPool")
+        return pool
 
     def _copy_to(
         self, request: Request, target: PagedSequences, copy: Request, num_tokens: int | None = None

@@ -5,7 +5,8 @@ import functools
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, KVCacheManager, Request
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
 
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
@@ -54,9 +55,9 @@ def find_dense_kv(token_ids):
 
 
 def make_sequences(num_blocks=40, layout="NHD", model=None, block_size=BLOCK_SIZE):
-    pool = BlockPool(num_blocks, True, BLOCK_SIZE)
+    pool = RunBlockPool(num_blocks, True, BLOCK_SIZE)
     storage = allocate_storage(model or make_model(), num_blocks, block_size, layout)
-    return PagedSequences(KVCacheManager(pool, block_size), storage)
+    return PagedSequences(KVCacheManager(pool, block_size), storage, run_length=4)
 
 
 def make_request(request_id, prompt):

@@ -192,3 +192,36 @@ def test_what_a_batch_cannot_be_is_refused():
         PagedSequences(sequences.manager, KVStorage.allocate(4, 4, 2, 2, 8, "float64", library="torch"))
     with pytest.raises(InvalidArgumentError, match="torch tensors"):
         PagedSequences(sequences.manager, KVStorage.allocate(8, 4, 2, 2, 8, "float64"))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_requests", "said"),
+    [
+        ({"num_beams": 2}, 2, "generate with num_beams=1"),
+        ({"num_beams": 2, "do_sample": True}, 2, "generate with num_beams=1"),
+        ({"num_beams": 2}, 1, "num_return_sequences and num_beams take one for each"),
+        ({"num_return_sequences": 2, "do_sample": True}, 1, "num_return_sequences and num_beams"),
+        ({"prompt_lookup_num_tokens": 2}, 1, "crop|fed again"),
+        ({"use_cache": False}, 1, "Are computed ones fed again"),
+    ],
+)
+def test_ways_to_generate_that_would_mix_up_rows_are_refused(options, num_requests, said):
+    """With use_cache=False the tokens were wrong, and nothing said so."""
+    import torch
+    from integrations.transformers.made_model import make_model, make_request, make_sequences
+
+    from kv_pool.integrations.transformers import PagedCache
+
+    sequences = make_sequences()
+    requests = [make_request(str(number), PROMPT) for number in range(num_requests)]
+    for request in requests:
+        sequences.admit(request)
+    input_ids = torch.tensor([PROMPT])
+    with pytest.raises(InvalidArgumentError, match=said):
+        make_model().generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            past_key_values=PagedCache(sequences, requests),
+            max_new_tokens=6,
+            **options,
+        )

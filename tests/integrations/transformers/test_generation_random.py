@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from kv_pool.core.invariants import check
+from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.contiguous.invariants import check
 
 pytestmark = pytest.mark.transformers
 
@@ -26,6 +27,9 @@ class RandomEngine:
         self.devices = [
             make_sequences(num_blocks, layout, model)
             for num_blocks, layout, model in zip((40, 30), layouts, self.models, strict=True)
+        ]
+        self.defragmenters = [
+            Defragmenter(sequences, threshold=0.2, interval_s=0, max_moves=3) for sequences in self.devices
         ]
         self.running = [[], []]
         self.waiting = []
@@ -117,10 +121,36 @@ class RandomEngine:
         pool.evict_blocks(chosen)
         self.tally["evicted"] += len(chosen)
 
-    def compact(self):
+    def scatter(self):
         from integrations.transformers.moved_blocks import move_blocks
 
-        self.tally["moved"] += move_blocks(self.rng, self.rng.choice(self.devices))
+        self.tally["scattered"] += move_blocks(self.rng, self.rng.choice(self.devices))
+
+    def pack(self):
+        from integrations.transformers.moved_blocks import spoil_empty
+
+        sequences = self.rng.choice(self.devices)
+        max_evictions, max_moves = self.rng.choice([(0, None), (0, 2), (3, None)])
+        self.tally["packed"] += sequences.defragment(max_evictions, max_moves)
+        spoil_empty(sequences)
+
+    def gather(self):
+        """As an engine does between two steps, a few blocks at a time."""
+        self.tally["gathered"] += self.rng.choice(self.defragmenters).step()
+
+    def take_run(self):
+        """A run for somebody else, who writes into it and gives it back."""
+        sequences = self.rng.choice(self.devices)
+        pool = sequences.manager.block_pool
+        epoch = pool.epoch
+        run = sequences.take_run(min(self.rng.randint(2, 6), pool.get_num_free_blocks()))
+        if run:
+            first = run[0].block_id
+            assert [block.block_id for block in run] == list(range(first, first + len(run)))
+            for block in run:
+                sequences.storage.write_block(block.block_id, b"\xff" * sequences.storage.block_bytes)
+            pool.free_blocks(run)
+            self.tally["runs made"] += pool.epoch > epoch
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
@@ -131,7 +161,8 @@ def test_every_token_equals_the_dense_run(seed, attention, devices):
 
     engine = RandomEngine(seed, devices, attention)
     actions = [engine.submit, engine.admit, engine.admit, engine.step, engine.step, engine.step]
-    actions += [engine.preempt, engine.fork, engine.migrate, engine.evict, engine.compact, engine.compact]
+    actions += [engine.preempt, engine.fork, engine.migrate, engine.evict, engine.scatter]
+    actions += [engine.pack, engine.gather, engine.take_run]
     for _ in range(8):
         engine.submit()
     for _ in range(NUM_ACTIONS):
@@ -155,7 +186,9 @@ def test_every_token_equals_the_dense_run(seed, attention, devices):
         "preempted",
         "forked",
         "migrated",
-        "moved",
+        "scattered",
+        "packed",
+        "gathered",
         "evicted",
     }
     assert num_tokens > 200

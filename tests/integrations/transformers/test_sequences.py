@@ -2,8 +2,9 @@
 
 import pytest
 
-from kv_pool import CopyFailedError, InvalidArgumentError
-from kv_pool.core.invariants import check
+from kv_pool import BlockPool, CopyFailedError, InvalidArgumentError, KVCacheManager
+from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.contiguous.invariants import check
 
 pytestmark = pytest.mark.transformers
 
@@ -152,3 +153,79 @@ def test_a_request_stays_where_it_is_when_the_target_is_full_or_the_copy_fails(s
     with pytest.raises(InvalidArgumentError, match="there already"):
         sequences.migrate(request, sequences)
     go_on(sequences, request)
+
+
+@pytest.fixture
+def scattered(started):
+    """As `started`, with 6 blocks of the request at every second id from the top, nothing left below."""
+    from integrations.transformers.moved_blocks import spoil_empty
+
+    sequences, request = started
+    pool = sequences.manager.block_pool
+    ids = sequences.manager.get_block_ids("r")
+    moves = list(zip(ids, range(39, 27, -2), strict=True))
+    sequences.storage.apply_moves(moves)
+    pool.swap_block_ids(moves)
+    spoil_empty(sequences)
+    return sequences, request
+
+
+def test_requests_are_packed_with_their_k_and_v(scattered):
+    from integrations.transformers.moved_blocks import spoil_empty
+
+    sequences, request = scattered
+    rate = sequences.get_fragmentation_rate()
+    assert sequences.defragment(max_moves=2) == 2
+    assert sequences.defragment() == 4
+    assert sequences.defragment() == 0
+    assert sorted(sequences.manager.get_block_ids("r")) == [1, 2, 3, 4, 5, 6]
+    assert sequences.get_fragmentation_rate() < rate
+    spoil_empty(sequences)
+    go_on(sequences, request)
+
+
+def test_a_defragmenter_packs_requests_between_the_steps_of_an_engine(scattered):
+    sequences, request = scattered
+    defragmenter = Defragmenter(sequences, threshold=0.1, interval_s=0, max_moves=1)
+    while defragmenter.step():
+        assert defragmenter.num_moves < 40
+    assert sequences.get_fragmentation_rate() <= 0.1
+    go_on(sequences, request)
+
+
+def test_requests_make_way_for_a_run(scattered):
+    sequences, request = scattered
+    pool = sequences.manager.block_pool
+    run = sequences.take_run(30)
+    first = run[0].block_id
+    assert [block.block_id for block in run] == list(range(first, first + 30))
+    pool.free_blocks(run)
+    go_on(sequences, request)
+
+
+def test_a_copy_that_breaks_off_moves_no_request(scattered, monkeypatch):
+    sequences, request = scattered
+    held = sequences.manager.get_block_ids("r")
+
+    def break_off(*arguments):
+        raise OSError("unplugged")
+
+    monkeypatch.setattr(sequences.storage, "_copy", break_off)
+    for attempt in (sequences.defragment, lambda: sequences.take_run(30)):
+        with pytest.raises(CopyFailedError, match="unplugged"):
+            attempt()
+        assert sequences.manager.get_block_ids("r") == held
+    monkeypatch.undo()
+    go_on(sequences, request)
+
+
+def test_a_pool_that_does_not_know_its_runs_cannot_be_packed():
+    from integrations.transformers.made_model import BLOCK_SIZE, make_sequences
+
+    from kv_pool.integrations.transformers import PagedSequences
+
+    storage = make_sequences().storage
+    sequences = PagedSequences(KVCacheManager(BlockPool(40, True, BLOCK_SIZE)), storage)
+    for attempt in (sequences.defragment, sequences.get_fragmentation_rate, lambda: sequences.take_run(2)):
+        with pytest.raises(InvalidArgumentError, match="a BlockPool does not know its runs"):
+            attempt()

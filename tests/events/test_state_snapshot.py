@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 from events.made_events import draw, removed, stored
 
-from kv_pool import AllBlocksCleared
-from kv_pool.events import snapshot
+from kv_pool import AllBlocksCleared, InvalidArgumentError
 from kv_pool.events.invariants import Reader, check_knowledge
 from kv_pool.events.pace import Pace
+from kv_pool.events.sharded_dict import NUM_SHARDS
 from kv_pool.events.stream_state import StreamState
 
 
@@ -104,10 +104,18 @@ def test_a_snapshot_names_the_last_batch_that_is_in_it():
     state = StreamState()
     assert state.take_snapshot()[0] == -1
     state.apply([stored([1])])
-    state.apply([])
+    state.apply([stored([2])])
     assert state.take_snapshot()[0] == 1
-    state.apply([stored([2])], sequence=1000)
+    state.apply([stored([3])], sequence=1000)
     assert state.take_snapshot()[0] == 1000
+
+
+def test_a_batch_of_which_nothing_is_sent_has_a_number_all_the_same():
+    state = made(stored([1]))
+    assert state.apply([stored([1])]) == []
+    assert state.take_snapshot()[0] == 1
+    state.apply([], sequence=7)
+    assert state.take_snapshot()[0] == 7
 
 
 def test_long_chains_come_in_pieces_that_fit_into_chunks():
@@ -122,6 +130,13 @@ def test_long_chains_come_in_pieces_that_fit_into_chunks():
     assert [found for event in events for found in event.block_hashes] == list(numbers)
     for before, after in pairwise(events):
         assert after.parent_block_hash == before.block_hashes[-1]
+
+
+def test_a_list_has_at_least_one_block():
+    state = made(stored([1, 2]), stored([3], 2))
+    assert [draw(chunk) for chunk in state.iter_snapshot(1)[1]] == [["clear"], ["> 1"], ["1 > 2"], ["2 > 3"]]
+    with pytest.raises(InvalidArgumentError, match="max_blocks is 0"):
+        state.iter_snapshot(0)
 
 
 def test_many_short_events_fill_chunks():
@@ -150,7 +165,7 @@ class Interruption(Pace):
 @pytest.mark.parametrize(
     "batches",
     [
-        [[stored([7], 2)]],
+        [[stored([700], 2)]],
         [[removed(1)], [removed(2)]],
         [[removed(0)], [stored([0, 300])]],
         [[stored([9], medium="CPU")], [removed(9, medium="CPU")]],
@@ -162,7 +177,7 @@ class Interruption(Pace):
 )
 def test_a_snapshot_has_what_was_applied_while_it_was_copied(batches):
     state = made(stored(range(250)), stored([3, 4], medium="CPU"))
-    sequence, chunks = state.iter_snapshot(Interruption(state, list(batches)))
+    sequence, chunks = state.iter_snapshot(pace=Interruption(state, list(batches)))
     assert sequence == 1 + len(batches)
     reader = Reader()
     for chunk in chunks:
@@ -197,7 +212,8 @@ def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name()
 
     def take_snapshots():
         while not stop.is_set():
-            snapshots.append(state.take_snapshot(Pace(work_ns=20_000)))
+            sequence, chunks = state.iter_snapshot(pace=Pace(work_ns=20_000))
+            snapshots.append((sequence, [event for chunk in chunks for event in chunk]))
 
     thread = threading.Thread(target=take_snapshots)
     thread.start()
@@ -222,6 +238,6 @@ def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name()
 def test_memory_of_what_was_cleared_goes_back_with_later_batches():
     state = made(stored(range(1000)), AllBlocksCleared())
     assert state.resident._forgotten
-    for _ in range(snapshot.NUM_SHARDS):
+    for _ in range(NUM_SHARDS):
         state.apply([])
     assert not state.resident._forgotten

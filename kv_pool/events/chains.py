@@ -1,6 +1,4 @@
-"""A snapshot: everything that is resident as events from which a reader that knows nothing can start.
-
-    AllBlocksCleared, then each block once, parents before children:
+r"""A snapshot's events: each resident block once, parents before children, chains as one event.
 
     root -- a -- b -- c         one event: a chain of one kind
                   \
@@ -8,69 +6,29 @@
     (gone) .... f -- g          an orphan: after all others, with the parent it had
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
-from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.events.pace import Pace
-from kv_pool.events.resident_blocks import Change, Place, ResidentBlock, ResidentBlocks, unpack_tokens
-from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
+from kv_pool.events.resident_blocks import Place, ResidentBlock, unpack_tokens
+from kv_pool.events.resident_copy import Copies
+from kv_pool.events.sharded_dict import ShardedDict, find_shard
 from kv_pool.ids import ExternalBlockHash
 
-MAX_BLOCKS_PER_CHUNK = 256
 STEPS_PER_LOOK_AT_THE_CLOCK = 32
 
-Copies = dict[Place, ShardedDict[ResidentBlock]]
 
-
-def copy_places(resident: ResidentBlocks, lock: AbstractContextManager[object], pace: Pace) -> Copies:
-    """A copy that is taken piece by piece, each under the lock; pieces are of different moments.
-
-    Whoever changes `resident` holds the lock, too, and keeps its `changes` from before this begins.
-    """
-    copies: Copies = {}
-    with lock:
-        places = list(resident.places.items())
-    for place, blocks in places:
-        copy = copies[place] = ShardedDict()
-        for number in range(NUM_SHARDS):
-            with lock:
-                copy.shards[number] = blocks.shards[number].copy()
-            pace.step()
-    return copies
-
-
-def redo(copies: Copies, changes: Iterable[Change | None], pace: Pace) -> None:
-    """Bring the copy to the moment of the last change. Doing again what a piece has seen is no harm."""
-    for number, change in enumerate(changes):
-        if change is None:
-            for blocks in copies.values():
-                for shard in blocks.shards:
-                    shard.clear()
-                    pace.step()
-            copies.clear()
-            continue
-        place, block_hash, block = change
-        if block is not None:
-            copies.setdefault(place, ShardedDict()).shard(block_hash)[block_hash] = block
-        elif place in copies:
-            copies[place].shard(block_hash).pop(block_hash, None)
-        if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
-            pace.step()
-
-
-def iter_chunks(copies: Copies, pace: Pace) -> Iterator[list[KVCacheEvent]]:
-    """The events of a snapshot, at most `MAX_BLOCKS_PER_CHUNK` blocks at a time. Uses the copies up.
+def iter_chunks(copies: Copies, max_blocks: int, pace: Pace) -> Iterator[list[KVCacheEvent]]:
+    """Events for all these blocks, in lists of at most `max_blocks` blocks. Uses the copies up.
 
     The memory of the copies goes back on the way.
     """
-    yield [AllBlocksCleared()]
-    all_chains = [Chains(place, blocks, pace) for place, blocks in copies.items()]
+    all_chains = [Chains(place, blocks, max_blocks, pace) for place, blocks in copies.items()]
     copies.clear()
     chunk: list[KVCacheEvent] = []
     num_blocks = 0
     for event in iter_events(all_chains):
-        if num_blocks + len(event.block_hashes) > MAX_BLOCKS_PER_CHUNK:
+        if num_blocks + len(event.block_hashes) > max_blocks:
             yield chunk
             chunk, num_blocks = [], 0
         chunk.append(event)
@@ -93,11 +51,12 @@ def iter_events(all_chains: "list[Chains]") -> Iterator[BlockStored]:
 
 
 class Chains:
-    """The blocks of one place as a forest."""
+    """The blocks of one place as a forest, to be taken apart into events of at most `max_blocks` blocks."""
 
-    def __init__(self, place: Place, blocks: ShardedDict[ResidentBlock], pace: Pace) -> None:
+    def __init__(self, place: Place, blocks: ShardedDict[ResidentBlock], max_blocks: int, pace: Pace) -> None:
         self.place = place
         self.blocks = blocks
+        self.max_blocks = max_blocks
         self.pace = pace
         self.roots: list[ExternalBlockHash] = []
         self.orphans: list[ExternalBlockHash] = []
@@ -105,25 +64,31 @@ class Chains:
         self.other_children: ShardedDict[list[ExternalBlockHash]] = ShardedDict()
         for shard in blocks.shards:
             for number, (block_hash, block) in enumerate(shard.items()):
-                self.link(block_hash, block.parent)
+                if block.parent is None:
+                    self.roots.append(block_hash)
+                elif not self.link(block_hash, block.parent):
+                    self.orphans.append(block_hash)
                 if number % STEPS_PER_LOOK_AT_THE_CLOCK == 0:
                     pace.step()
 
-    def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash | None) -> None:
-        if parent is None:
-            self.roots.append(block_hash)
-        elif parent not in self.blocks:
-            self.orphans.append(block_hash)
+    def link(self, block_hash: ExternalBlockHash, parent: ExternalBlockHash) -> bool:
+        """Hang the block on its parent; False if that is not there."""
+        number = find_shard(parent)
+        if parent not in self.blocks.shards[number]:
+            return False
+        first_children = self.first_children.shards[number]
+        if parent in first_children:
+            self.other_children.shards[number].setdefault(parent, []).append(block_hash)
         else:
-            shard = self.first_children.shard(parent)
-            if parent in shard:
-                self.other_children.shard(parent).setdefault(parent, []).append(block_hash)
-            else:
-                shard[parent] = block_hash
+            first_children[parent] = block_hash
+        return True
 
     def take(self, starts: list[ExternalBlockHash]) -> Iterator[BlockStored]:
         """Events for these blocks and all that hang on them, each block once. Uses `starts` up."""
         pending = starts
+        all_blocks = self.blocks.shards
+        first_children = self.first_children.shards
+        other_children = self.other_children.shards
         while pending:
             start = pending.pop()
             run: list[ExternalBlockHash] = []
@@ -131,16 +96,18 @@ class Chains:
             following: ExternalBlockHash | None = start
             while following is not None:
                 block_hash, following = following, None
-                block = self.blocks.shard(block_hash).pop(block_hash, None)
+                number = find_shard(block_hash)
+                block = all_blocks[number].pop(block_hash, None)
                 if block is None:  # the circle is closed
                     break
                 run.append(block_hash)
                 run_blocks.append(block)
-                child = self.first_children.shard(block_hash).pop(block_hash, None)
+                child = first_children[number].pop(block_hash, None)
                 if child is not None:
-                    pending.extend(self.other_children.shard(block_hash).pop(block_hash, ()))
-                    child_block = self.blocks.shard(child).get(child)
-                    if len(run) < MAX_BLOCKS_PER_CHUNK and child_block and is_alike(block, child_block):
+                    if block_hash in other_children[number]:
+                        pending += other_children[number].pop(block_hash)
+                    child_block = all_blocks[find_shard(child)].get(child)
+                    if len(run) < self.max_blocks and child_block and is_alike(block, child_block):
                         following = child
                     else:
                         pending.append(child)
@@ -152,7 +119,9 @@ class Chains:
 
 def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:
     """Can one event tell of both?"""
-    if block.kind != other.kind or (block.lookahead_token_ids is None) != (other.lookahead_token_ids is None):
+    if block.kind is not other.kind or (block.lookahead_token_ids is None) != (
+        other.lookahead_token_ids is None
+    ):
         return False
     if block.tokens is None or other.tokens is None:
         return block.tokens is other.tokens

@@ -1,0 +1,296 @@
+"""Whom does a snapshot of the event stream hold up, and what does it cost? See benchmarks/README.md."""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bench_block_pool import describe_run, resident_bytes
+
+import kv_pool
+from kv_pool.core.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.events.pace import Pace
+from kv_pool.events.stream_state import StreamState
+
+BLOCK_SIZE = 16
+BATCH_BLOCKS = 64
+STEP_BLOCKS = 64
+HELD_UP_NS = 200_000
+NEVER_RESTS = 10**15
+SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
+# What the pool's thread does: "works" never lets go of the interpreter, "steps" waits 5 ms after each 5 ms.
+POOL_THREADS = ("works", "steps")
+STEP_NS = 5_000_000
+
+Result = dict[str, Any]
+
+
+def make_state(num_blocks: int, seed: int, keeps_token_ids: bool) -> StreamState:
+    """A state with requests of 1 to 256 blocks, half of which go on from a block of an earlier one."""
+    rng = random.Random(seed)
+    state = StreamState(keeps_token_ids=keeps_token_ids)
+    known: list[int | bytes] = []
+    while len(known) < num_blocks:
+        length = min(rng.randrange(1, 257), num_blocks - len(known))
+        hashes: list[int | bytes] = [rng.getrandbits(64) for _ in range(length)]
+        parent = rng.choice(known) if known and rng.random() < 0.5 else None
+        state.apply([make_stored(rng, hashes, parent)])
+        known += hashes
+    return state
+
+
+def make_stored(rng: random.Random, hashes: list[int | bytes], parent: int | bytes | None) -> BlockStored:
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=parent,
+        token_ids=[rng.randrange(128_000) for _ in range(len(hashes) * BLOCK_SIZE)],
+        block_size=BLOCK_SIZE,
+        lora_id=None,
+        medium=MEDIUM_GPU,
+        lora_name=None,
+        extra_keys=[None] * len(hashes),
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+class PoolThread:
+    """A thread that takes and gives back blocks all the time.
+
+    Attributes:
+        turns_ns: how long each turn took; also, if it sleeps, how much later than it asked for it went on.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.is_working = kind == "works"
+        self.pool = kv_pool.BlockPool(10_000, True, BLOCK_SIZE)
+        self.turns_ns: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "PoolThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pool, clock, turns_ns = self.pool, time.perf_counter_ns, self.turns_ns
+        before = clock()
+        while not self._stop.is_set():
+            step_end = before + STEP_NS
+            while before < step_end:
+                pool.free_blocks(pool.get_new_blocks(STEP_BLOCKS))
+                now = clock()
+                turns_ns.append(now - before)
+                before = now
+            if not self.is_working:
+                time.sleep(STEP_NS / 1e9)
+                turns_ns.append(clock() - before - STEP_NS)
+                before = clock()
+
+
+class MeasuredPace(Pace):
+    """Notes how long its thread ran between two rests, in CPU time: waiting for a core is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces_ns: list[int] = []
+        self._rested_ns = time.thread_time_ns()
+
+    def rest(self) -> None:
+        self.pieces_ns.append(time.thread_time_ns() - self._rested_ns)
+        super().rest()
+        self._rested_ns = time.thread_time_ns()
+
+
+def take_and_encode(state: StreamState, pace: Pace | None) -> Result:
+    """One snapshot, encoded a list at a time, as a publisher does it."""
+    encoder = msgspec.msgpack.Encoder()
+    start = time.perf_counter()
+    _, chunks = state.iter_snapshot(pace=pace)
+    num_events = num_bytes = 0
+    for chunk in chunks:
+        num_events += len(chunk)
+        num_bytes += len(encoder.encode(chunk))
+    return {"seconds": time.perf_counter() - start, "events": num_events, "bytes": num_bytes}
+
+
+def measure_memory(options: argparse.Namespace) -> dict[str, float]:
+    """Resident memory per resident block, state and all, with token ids and without."""
+    per_block = {}
+    for keeps_token_ids in (False, True):
+        gc.collect()
+        before = resident_bytes()
+        state = make_state(options.blocks, options.seed, keeps_token_ids)
+        gc.collect()
+        per_block["with token ids" if keeps_token_ids else "without"] = (
+            resident_bytes() - before
+        ) / options.blocks
+        options.kept.append(state)  # what was freed would be used again by the next
+    return per_block
+
+
+WAYS: dict[str, Callable[[], Pace | None]] = {
+    "no snapshot": lambda: None,
+    "in pieces": lambda: None,
+    "without rests": lambda: Pace(work_ns=NEVER_RESTS),
+}
+
+
+def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Result]:
+    """Turns of the pool's thread while snapshots are taken, and while none is."""
+    rows = []
+    for kind in POOL_THREADS:
+        for interval_s in SWITCH_INTERVALS_S:
+            for name, make_pace in WAYS.items():
+                sys.setswitchinterval(interval_s)
+                turns_ns: list[int] = []
+                seconds = []
+                for _ in range(options.runs):
+                    with PoolThread(kind) as thread:
+                        time.sleep(0.05)
+                        first = len(thread.turns_ns)
+                        if name == "no snapshot":
+                            time.sleep(options.idle_s)
+                        else:
+                            seconds.append(take_and_encode(state, make_pace())["seconds"])
+                        time.sleep(0.02)  # the turn that it held up last comes to its end
+                        turns_ns += thread.turns_ns[first:]
+                sys.setswitchinterval(SWITCH_INTERVALS_S[0])
+                turns_ns.sort()
+                held_up = [turn for turn in turns_ns if turn > HELD_UP_NS]
+                row = {
+                    "pool thread": kind,
+                    "switch interval ms": interval_s * 1e3,
+                    "snapshot": name,
+                    "snapshot s": statistics.median(seconds) if seconds else None,
+                    "turns": len(turns_ns),
+                    "turns over 0.2 ms": len(held_up),
+                    "their median ms": statistics.median(held_up or [0]) / 1e6,
+                    "their p99 ms": held_up[len(held_up) * 99 // 100] / 1e6 if held_up else 0.0,
+                    "turns over 1 ms": sum(turn > 1_000_000 for turn in turns_ns),
+                    "longest turn ms": turns_ns[-1] / 1e6,
+                }
+                rows.append(row)
+                taken = "-" if not seconds else f"{row['snapshot s']:.2f}"
+                print(
+                    f"{kind:8}{interval_s * 1e3:6.1f}  {name:14}{taken:>7}{len(turns_ns):>9,}"
+                    f"{len(held_up):>9,}"
+                    f"{row['their median ms']:>9.2f}{row['their p99 ms']:>9.2f}{row['turns over 1 ms']:>9,}"
+                    f"{row['longest turn ms']:>9.2f}",
+                    flush=True,
+                )
+    return rows
+
+
+def measure_apply(state: StreamState, options: argparse.Namespace) -> list[Result]:
+    """Batches that store some blocks and remove them, while snapshots are taken and while none is."""
+    rng = random.Random(options.seed)
+    rows = []
+    for name, make_pace in WAYS.items():
+        stop = threading.Event()
+
+        def snap(make_pace: Callable[[], Pace | None] = make_pace, stop: threading.Event = stop) -> None:
+            while not stop.is_set():
+                take_and_encode(state, make_pace())
+
+        thread = threading.Thread(target=snap)
+        if name != "no snapshot":
+            thread.start()
+        took_ns = []
+        for _ in range(options.batches):
+            hashes: list[int | bytes] = [rng.getrandbits(64) for _ in range(BATCH_BLOCKS)]
+            batch: list[KVCacheEvent] = [make_stored(rng, hashes, None)]
+            batch += [BlockRemoved([block_hash], MEDIUM_GPU, 0) for block_hash in reversed(hashes)]
+            time.sleep(0.002)
+            start = time.perf_counter_ns()
+            state.apply(batch)
+            took_ns.append(time.perf_counter_ns() - start)
+        stop.set()
+        if thread.is_alive():
+            thread.join()
+        took_ns.sort()
+        row = {
+            "snapshot": name,
+            "median us": took_ns[len(took_ns) // 2] / 1e3,
+            "p99 us": took_ns[len(took_ns) * 99 // 100] / 1e3,
+            "longest us": took_ns[-1] / 1e3,
+        }
+        rows.append(row)
+        print(f"{name:14}" + "".join(f"{row[column]:14.1f}" for column in list(row)[1:]), flush=True)
+    return rows
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=100_000, help="resident blocks")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    options = parser.parse_args()
+    options.kept = []
+    options.batches, options.idle_s = 500, 2.0
+    if options.quick:
+        options.blocks, options.runs, options.batches, options.idle_s = 2_000, 1, 20, 0.1
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    mode = "compiled" if kv_pool.COMPILED else "plain"
+    provenance = describe_run([mode])
+    print(f"kv_pool {mode}, {options.blocks:,} resident blocks, load {os.getloadavg()[0]:.1f}\n")
+    memory = measure_memory(options)
+    for kept, per_block in memory.items():
+        print(f"memory of a resident block, {kept:16}{per_block:8.0f} bytes")
+    state: StreamState = options.kept.pop()
+    options.kept.clear()
+    pace = MeasuredPace()
+    take_and_encode(state, pace)
+    pieces_ms = sorted(piece / 1e6 for piece in pace.pieces_ns)
+    alone = [take_and_encode(state, None) for _ in range(options.runs)]
+    seconds = statistics.median(one["seconds"] for one in alone)
+    events, num_bytes = alone[0]["events"], alone[0]["bytes"]
+    print(f"one snapshot, nothing else running: {seconds:.2f} s, {events:,} events, {num_bytes:,} bytes")
+    print(
+        f"work between two rests: {len(pieces_ms)} times, median {statistics.median(pieces_ms):.2f} ms, "
+        f"longest {pieces_ms[-1]:.2f} ms\n"
+    )
+    print("turns of the pool's thread, all runs together")
+    print(
+        f"{'thread':8}{'switch':>6}  {'snapshot':14}{'taken':>7}{'turns':>9}{'> 0.2':>9}{'median':>9}"
+        f"{'p99':>9}{'> 1 ms':>9}{'longest':>9}"
+    )
+    print(f"{'':8}{'ms':>6}  {'':14}{'in s':>7}{'':>9}{'ms':>9}{'of these, ms':>18}{'':>9}{'ms':>9}")
+    stalls = measure_stalls(state, options)
+    print(f"\napplying a batch of {BATCH_BLOCKS} stores and {BATCH_BLOCKS} removals")
+    print(f"{'snapshot':14}{'median, us':>14}{'p99, us':>14}{'longest, us':>14}")
+    applied = measure_apply(state, options)
+    if options.json:
+        answer = {
+            "provenance": provenance,
+            "resident_blocks": options.blocks,
+            "memory_bytes_per_block": memory,
+            "alone": alone,
+            "pieces_ms": pieces_ms,
+            "stalls": stalls,
+            "apply": applied,
+        }
+        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

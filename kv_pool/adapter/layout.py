@@ -1,0 +1,120 @@
+"""`PoolLayout`: what every block of a pool is at one moment, and which blocks make a run of one sequence."""
+
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
+from itertools import chain
+from operator import attrgetter
+
+import msgspec
+
+from kv_pool.contiguous.fragmentation import get_unusable_share
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+
+
+class BlockState(IntEnum):
+    """What a block is. An empty one and a cached one are free; a pinned one is in use."""
+
+    NULL = 0
+    EMPTY = 1
+    CACHED = 2
+    IN_USE = 3
+    PINNED = 4
+
+
+class PoolLayout(msgspec.Struct, frozen=True):
+    """A pool's blocks by id, one byte each; in JSON the bytes are base64.
+
+        >>> from kv_pool import BlockAllocationRequest, GPUKVPool
+        >>> pool = GPUKVPool(total_blocks=7, block_size=16, run_length=2)
+        >>> pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1))
+        [1, 2]
+        >>> pool.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=2, pinned=True))
+        [3]
+        >>> layout = pool.get_layout()
+        >>> list(layout.states), list(layout.joins), list(layout.holders)
+        ([0, 3, 3, 4, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0])
+        >>> layout.num_blocks, layout.num_free, layout.list_free_runs(), layout.fragmentation_rate
+        (7, 4, [4], 0.0)
+
+    Attributes:
+        block_size: tokens per block.
+        run_length: what `fragmentation_rate` is about.
+        epoch: how many times ids had been exchanged; an id means the same block at the same epoch only.
+        states: a `BlockState` for each id from 0, the null block. Free blocks whose reuse somebody waits for
+            are cached.
+        joins: 1 where a sequence has block `id - 1` right before block `id`, else 0. A stretch of ones, with
+            the block before it, is a run of one sequence, or of several that share it.
+        holders: how many sequences hold the block, 255 for more. A block in use that no sequence holds was
+            taken from the pool underneath.
+    """
+
+    block_size: int
+    run_length: int
+    epoch: int
+    device_id: int
+    states: bytes
+    joins: bytes
+    holders: bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Without the null block."""
+        return len(self.states) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are empty or cached."""
+        return self.states.count(BlockState.EMPTY) + self.states.count(BlockState.CACHED)
+
+    @property
+    def fragmentation_rate(self) -> float:
+        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1."""
+        return get_unusable_share(self.list_free_runs(), self.run_length)
+
+    def list_free_runs(self) -> list[int]:
+        """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
+        return [len(run) for run in self.states.translate(_IS_FREE).split(b"\0") if run]
+
+
+def read_states(pool: RunBlockPool, pinned_ids: Iterable[int]) -> bytes:
+    """`PoolLayout.states` of the blocks of a pool. O(number of blocks)."""
+    states = pool.run_index.ages.translate(_STATES_BY_AGE)
+    states[0] = BlockState.NULL
+    for block_id in pool.get_watched_ids():
+        if states[block_id] == BlockState.EMPTY:  # touched and given back without a hash; still watched
+            states[block_id] = BlockState.CACHED
+    for block_id in pinned_ids:
+        states[block_id] = BlockState.PINNED
+    return bytes(states)
+
+
+def read_tables(num_ids: int, tables: Sequence[Collection[KVCacheBlock]]) -> tuple[bytes, bytes]:
+    """`PoolLayout.joins` and `PoolLayout.holders`, from each sequence's blocks in its order.
+
+    Args:
+        num_ids: how many ids the pool has, the null block's included.
+        tables: none is empty, and none has a block twice.
+    Cost: O(num_ids + blocks in the tables).
+    """
+    import numpy as np
+
+    ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
+    num_held = int(ends[-1]) if len(ends) else 0
+    # One table after the other, read without a step of Python per block.
+    ids = np.fromiter(map(attrgetter("block_id"), chain.from_iterable(tables)), np.int64, num_held)
+    is_joined = ids[1:] == ids[:-1] + 1
+    is_joined[ends[:-1] - 1] = False  # the next table begins
+    joins = np.zeros(num_ids, np.uint8)
+    joins[ids[1:][is_joined]] = 1
+    holders = np.minimum(np.bincount(ids, minlength=num_ids), _MOST_HOLDERS).astype(np.uint8)
+    return joins.tobytes(), holders.tobytes()
+
+
+_MOST_HOLDERS = 255
+_STATES_BY_AGE = bytes(
+    BlockState.IN_USE if age == IN_USE else BlockState.EMPTY if age == EMPTY else BlockState.CACHED
+    for age in range(256)
+)
+_IS_FREE = bytes(state in (BlockState.EMPTY, BlockState.CACHED) for state in range(256))

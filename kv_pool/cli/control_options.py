@@ -1,0 +1,11 @@
+"""Options that the sub-commands about a running pool share."""
+
+from typing import Annotated
+
+import typer
+
+Socket = Annotated[
+    str | None,
+    typer.Option(help="The pool's control socket. Default: this user's, where kv-pool serve listens."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]

@@ -1,0 +1,38 @@
+"""`kv-pool layout`: the memory map of a running pool."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kv_pool.cli.control_options import Json, Socket
+from kv_pool.control.client import ControlClient
+from kv_pool.control.layout_picture import check_can_draw, draw_layout
+from kv_pool.control.layout_text import print_layout
+
+
+def layout(
+    socket: Socket = None,
+    width: Annotated[
+        int | None,
+        typer.Option(help="Cells in a row, in the terminal. Default: a power of two that fits.", min=1),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Draw to this .svg or .png file instead.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Draw which blocks of a running pool are free, cached, in use and pinned, and where runs lie."""
+    if output is not None:
+        check_can_draw(output)
+    with ControlClient(socket) as client:
+        found = client.get_layout()
+    if output is not None:
+        draw_layout(found, output)
+    if json:
+        print(msgspec.json.encode(found).decode())
+    elif output is None:
+        print_layout(found, Console(), width)
+    else:
+        print(f"memory map: {output}")

@@ -1,0 +1,139 @@
+"""`kv-pool serve`: a pool under a live replay, to be asked from a second terminal."""
+
+import os
+import select
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kv_pool.cli import options
+from kv_pool.control.live_replay import LiveReplay
+from kv_pool.control.serve_settings import ServeSettings, read_settings
+from kv_pool.control.server import ControlServer
+from kv_pool.replay.trace import BUNDLED_TRACES
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_DEFAULTS = ServeSettings()
+_DEFRAG = "Compaction"
+
+
+def serve(
+    trace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TRACE]",
+            help=f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}. Default: {_DEFAULTS.trace}.",
+        ),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help=f"Capacity in blocks. Default: {_DEFAULTS.blocks}.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help=f"Tokens per block. Default: {_DEFAULTS.block_size}.")
+    ] = None,
+    run_length: Annotated[
+        int | None,
+        typer.Option(help=f"Fragmentation is about runs of so many blocks. Default: {_DEFAULTS.run_length}."),
+    ] = None,
+    defrag_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Compact above this fragmentation rate; 1 for never. "
+            f"Default: {_DEFAULTS.defrag_threshold}.",
+            rich_help_panel=_DEFRAG,
+        ),
+    ] = None,
+    defrag_interval: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Seconds between two looks at the rate. Default: {_DEFAULTS.defrag_interval}.",
+            rich_help_panel=_DEFRAG,
+        ),
+    ] = None,
+    defrag_moves: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Blocks moved per step of the engine. Default: {_DEFAULTS.defrag_moves}.",
+            rich_help_panel=_DEFRAG,
+        ),
+    ] = None,
+    max_evictions: Annotated[
+        int | None,
+        typer.Option(
+            help="Cached blocks that such a step may lose, where too few free ones are empty. "
+            f"Default: {_DEFAULTS.max_evictions}.",
+            rich_help_panel=_DEFRAG,
+        ),
+    ] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help=f"Requests come so much faster. Default: {_DEFAULTS.speedup}.")
+    ] = None,
+    trace_block_size: options.TraceBlockSize = None,
+    timestamp_unit: Annotated[str | None, typer.Option(help="Of the trace: ms or s. Default: ms.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds. Default: until Ctrl-C.")] = None,
+    socket: Annotated[str | None, typer.Option(help="The control socket. Default: this user's own.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="A TOML file with these options, block_size = 16 and so on; the command line wins."
+        ),
+    ] = None,
+) -> None:
+    """Run a pool under a trace in real time; ask it with kv-pool stats, defrag and layout meanwhile."""
+    # All options, by the names that they have in a file.
+    given = {name: value for name, value in locals().items() if name != "config"}
+    settings = read_settings(config, given)
+    replay = LiveReplay(settings)
+    asked_to_end = _catch_signals()
+    with ControlServer(replay.pool, settings.socket) as server:
+        where = "" if settings.socket is None else f" --socket {server.path}"
+        print(
+            f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
+            f"{server.path}; in a second terminal: kv-pool stats{where}",
+            flush=True,
+        )
+        _run(replay, settings.duration, asked_to_end)
+
+
+def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:
+    """Let it run until its time is over or the pipe can be read; show how it does. Raises what ended it."""
+    stop = Event()
+    console = Console(stderr=True)
+    with ThreadPoolExecutor(1) as executor, console.status("", refresh_per_second=4) as status:
+        done = executor.submit(replay.run, stop)
+        try:
+            while not done.done() and (duration is None or replay.get_progress().seconds < duration):
+                if select.select([asked_to_end], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+                    break
+                if sys.stderr.isatty():
+                    status.update(_describe(replay))
+        finally:
+            stop.set()
+        done.result()
+
+
+def _describe(replay: LiveReplay) -> str:
+    progress = replay.get_progress()
+    statistics = replay.pool.get_statistics()
+    hit_rate = statistics.hit_blocks / (statistics.looked_up_blocks or 1)
+    return (
+        f"{progress.seconds:.0f} s: {statistics.utilization:.0%} in use, {hit_rate:.1%} hits, "
+        f"{statistics.fragmentation_rate:.1%} fragmented, {progress.requests_per_s:.1f} requests/s, "
+        f"{progress.num_running} running, {progress.num_waiting} waiting"
+    )
+
+
+def _catch_signals() -> int:
+    """A pipe that can be read once Ctrl-C, SIGTERM or a closed terminal has asked to end.
+
+    Nothing is interrupted by them: a thread that is just being started, or stopped, would be left behind.
+    """
+    readable, writable = os.pipe()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(writable, b"."))
+    return readable

@@ -1,0 +1,50 @@
+"""`kv-pool stats`: what a running pool holds, how scattered it is, what its calls cost."""
+
+import msgspec
+
+from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.cli.control_options import Json, Socket
+from kv_pool.control.client import ControlClient
+from kv_pool.metrics.latency import CallLatency
+
+
+def stats(socket: Socket = None, json: Json = False) -> None:
+    """Show the counts, shares and latencies of a running pool."""
+    with ControlClient(socket) as client:
+        statistics = client.get_statistics()
+    if json:
+        print(msgspec.json.encode(statistics).decode())
+    else:
+        print("\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe(statistics))]))
+
+
+def describe(statistics: PoolStatistics) -> list[str]:
+    """Lines for people."""
+    s = statistics
+    lines = [
+        f"Total Blocks: {s.total_blocks} of {s.block_size} tokens",
+        f"Used Blocks: {s.used_blocks} ({s.utilization:.1%})",
+        f"Free Blocks: {s.free_blocks} ({s.free_blocks / s.total_blocks:.1%}), "
+        f"{s.cached_free_blocks} of them cached",
+        f"Pinned Blocks: {s.pinned_blocks}",
+        f"Reserved Blocks: {s.reserved_blocks}",
+        f"Sequences: {s.num_sequences}, evicted so far: {s.evicted_sequences}",
+        f"Fragmentation Rate: {s.fragmentation_rate:.1%} (runs of {s.run_length})",
+        f"Largest Free Run: {s.largest_free_run} blocks, outside of it: {s.largest_run_loss:.1%}",
+        f"Moved Blocks: {s.moved_blocks}, epoch {s.epoch}",
+        f"Prefix Cache: {s.hit_blocks} of {s.looked_up_blocks} blocks hit"
+        + (f" ({s.hit_blocks / s.looked_up_blocks:.1%})" if s.looked_up_blocks else "")
+        + f", {s.evicted_blocks} evicted",
+        f"Allocation Latency: {_describe_latency(s.allocation)}",
+        f"Free Latency: {_describe_latency(s.freeing)}",
+    ]
+    return lines
+
+
+def _describe_latency(latency: CallLatency) -> str:
+    if not latency.num_timed:
+        return f"not known yet, {latency.num_calls} calls"
+    return (
+        f"{latency.mean_us:.1f}µs (avg), {latency.median_us:.1f}µs (median), {latency.p99_us:.1f}µs (p99), "
+        f"{latency.max_us:.1f}µs (max); {latency.num_timed} of {latency.num_calls} calls timed"
+    )

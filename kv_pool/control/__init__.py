@@ -1,0 +1,7 @@
+"""A running pool's control socket, its client, and what they show."""
+
+from kv_pool.control.client import ControlClient
+from kv_pool.control.messages import DefragReport
+from kv_pool.control.server import ControlServer
+
+__all__ = ["ControlClient", "ControlServer", "DefragReport"]

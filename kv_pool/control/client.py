@@ -1,0 +1,104 @@
+"""`ControlClient`: asks a running pool over its control socket."""
+
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from kv_pool.adapter.layout import PoolLayout
+from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.control.messages import (
+    Command,
+    DefragCommand,
+    DefragReport,
+    LayoutCommand,
+    StatsCommand,
+    decode_reply,
+    encode_command,
+)
+from kv_pool.control.socket_path import resolve_path
+from kv_pool.errors import ControlError
+
+_Result = TypeVar("_Result")
+
+
+class ControlClient:
+    """Talks to the `ControlServer` of a running pool.
+
+        with ControlClient() as client:
+            print(client.get_statistics().utilization)
+
+    Args:
+        path: of the socket; None for `socket_path.get_default_path()`.
+        timeout_s: how long to wait for an answer. A pool answers when its engine lets go of it.
+    Raises:
+        ControlError: no pool is served there, or not to this user.
+
+    Every method raises ControlError where the connection breaks, and otherwise what the pool raised.
+    """
+
+    def __init__(self, path: str | Path | None = None, *, timeout_s: float = 60.0) -> None:
+        self.path = resolve_path(path)
+        self._timeout_s = timeout_s
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.connect(os.fspath(self.path))
+        except OSError as error:
+            self._socket.close()
+            raise ControlError(describe_failure(self.path, error)) from error
+        self._replies = self._socket.makefile("rb")
+
+    def __enter__(self) -> "ControlClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._replies.close()
+        self._socket.close()
+
+    def get_statistics(self) -> PoolStatistics:
+        """See `GPUKVPool.get_statistics`."""
+        return self._ask(StatsCommand(), PoolStatistics)
+
+    def defragment(self, max_moves: int | None = None, max_evictions: int = 0) -> DefragReport:
+        """See `GPUKVPool.defragment`."""
+        return self._ask(DefragCommand(max_moves, max_evictions), DefragReport)
+
+    def get_layout(self) -> PoolLayout:
+        """See `GPUKVPool.get_layout`."""
+        return self._ask(LayoutCommand(), PoolLayout)
+
+    def _ask(self, command: Command, result_type: type[_Result]) -> _Result:
+        try:
+            self._socket.sendall(encode_command(command))
+            line = self._replies.readline()
+        except TimeoutError as error:
+            raise ControlError(
+                f"the pool at {self.path} did not answer within {self._timeout_s} s; does its engine hold it?"
+            ) from error
+        except OSError as error:
+            raise ControlError(f"the pool at {self.path} hung up: {error.strerror}") from error
+        if not line.endswith(b"\n"):
+            raise ControlError(f"the pool at {self.path} hung up; was it stopped?")
+        return decode_reply(line, result_type)
+
+
+def describe_failure(path: Path, error: OSError) -> str:
+    """Why nobody could be reached there, and what to do."""
+    way_out = "Start one with kv-pool serve, or name another socket with --socket."
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return f"no pool is served at {path}: there is no such socket. {way_out}"
+    if isinstance(error, ConnectionRefusedError):
+        return f"no pool is served at {path}: nobody listens there any more. {way_out}"
+    if isinstance(error, PermissionError):
+        return f"the pool at {path} is served to the user who started it, and nobody else. {way_out}"
+    if isinstance(error, BlockingIOError):
+        return f"too many clients are connecting to the pool at {path}; try again."
+    return f"{path}: can not connect: {error.strerror or error}"

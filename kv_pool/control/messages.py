@@ -1,0 +1,128 @@
+"""What goes over the control socket: one JSON object a line, a command there, its reply back.
+
+| command | fields | result |
+|---|---|---|
+| `{"command": "stats"}` | | `PoolStatistics` |
+| `{"command": "defrag"}` | `max_moves`, `max_evictions` | `DefragReport` |
+| `{"command": "layout"}` | | `PoolLayout` |
+
+A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": ...}` with the name of one of
+`kv_pool.errors`. Several commands may go over one connection, one after another.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+import kv_pool.errors as errors
+from kv_pool.adapter.layout import PoolLayout
+from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.errors import ControlError, KVPoolError
+
+MAX_COMMAND_BYTES = 4096
+
+_Result = TypeVar("_Result")
+
+
+class StatsCommand(msgspec.Struct, frozen=True, tag_field="command", tag="stats", forbid_unknown_fields=True):
+    """Asks for `PoolStatistics`."""
+
+
+class DefragCommand(
+    msgspec.Struct, frozen=True, tag_field="command", tag="defrag", forbid_unknown_fields=True
+):
+    """Has the pool compacted; see `GPUKVPool.defragment`."""
+
+    max_moves: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class LayoutCommand(
+    msgspec.Struct, frozen=True, tag_field="command", tag="layout", forbid_unknown_fields=True
+):
+    """Asks for `PoolLayout`."""
+
+
+Command = StatsCommand | DefragCommand | LayoutCommand
+COMMAND_NAMES = ("stats", "defrag", "layout")
+
+
+class DefragReport(msgspec.Struct, frozen=True):
+    """What a compaction did.
+
+    Attributes:
+        moved_blocks: how many changed their id.
+        time_ms: what it took, waiting for the pool included.
+        fragmentation_rate_before, fragmentation_rate_after: share of the free blocks that cannot serve a run
+            of `run_length`, 0 to 1; of the moments before and after, in between which others may have taken
+            and given back blocks.
+    """
+
+    moved_blocks: int
+    time_ms: float
+    fragmentation_rate_before: float
+    fragmentation_rate_after: float
+    run_length: int
+
+
+class _Name(msgspec.Struct):
+    command: str
+
+
+class _Reply(msgspec.Struct):
+    result: msgspec.Raw = msgspec.Raw(b"")
+    error: str | None = None
+    message: str = ""
+
+
+def encode_command(command: Command) -> bytes:
+    """A line, with its end."""
+    return msgspec.json.encode(command) + b"\n"
+
+
+def decode_command(line: bytes) -> Command:
+    """The command in a line. Raises ControlError for what is none, with what would be one."""
+    try:
+        name = msgspec.json.decode(line, type=_Name).command
+        if name not in COMMAND_NAMES:
+            raise ControlError(f"unknown command {name!r}; known are {', '.join(COMMAND_NAMES)}")
+        command: Command = msgspec.json.decode(line, type=Command)
+        return command
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ControlError(
+            f'a command is one line of JSON such as {{"command": "stats"}}: {error}'
+        ) from error
+
+
+def encode_result(result: PoolStatistics | DefragReport | PoolLayout) -> bytes:
+    """The reply of a command that did what it should; a line."""
+    return msgspec.json.encode({"result": result}) + b"\n"
+
+
+def encode_error(error: Exception) -> bytes:
+    """The reply of a command that raised this; a line. What is no error of ours goes as ControlError."""
+    name, message = type(error).__name__, str(error)
+    if not isinstance(error, KVPoolError):
+        name, message = ControlError.__name__, f"the pool raised {name}: {message}"
+    return msgspec.json.encode({"error": name, "message": message}) + b"\n"
+
+
+def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
+    """The result in a reply.
+
+    Raises:
+        KVPoolError: the one that the reply tells of.
+        ControlError: this is no reply.
+    """
+    try:
+        reply = msgspec.json.decode(line, type=_Reply)
+        if reply.error is None:
+            return msgspec.json.decode(reply.result, type=result_type)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ControlError(
+            f"the answer is not one of this version of kv_pool: {error}. Is another version served?"
+        ) from error
+    raised = getattr(errors, reply.error, None)
+    if not (isinstance(raised, type) and issubclass(raised, KVPoolError)):
+        raised = ControlError
+    raise raised(reply.message)

@@ -1,0 +1,85 @@
+"""`ServeSettings`: what `kv-pool serve` serves, from its options and a TOML file."""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
+from kv_pool.errors import InvalidArgumentError
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pool and the replay that keeps it busy.
+
+    Attributes:
+        trace: a file, or the name of a bundled trace.
+        blocks: capacity in blocks, the null block not counted.
+        block_size: tokens per block.
+        run_length: what the fragmentation rate is about, in blocks.
+        defrag_threshold: fragmentation rate above which the pool is compacted, 0 to 1; 1 for never.
+        defrag_interval: seconds from one look at the rate to the next.
+        defrag_moves: blocks moved per step of the engine, at most.
+        max_evictions: cached blocks that one of these steps may overwrite, where too little is empty.
+        speedup: requests come so many times faster than in the trace.
+        trace_block_size: tokens per hash id of the trace; None to infer it.
+        timestamp_unit: of the trace.
+        duration: seconds; None for ever.
+        socket: the control socket's path; None for the default one.
+    """
+
+    trace: str = "mooncake_conversation"
+    blocks: _Count = 10_000
+    block_size: _Count = 128
+    run_length: _Count = DEFAULT_RUN_LENGTH
+    defrag_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    defrag_interval: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    defrag_moves: _Count = 64
+    max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 16
+    speedup: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    trace_block_size: _Count | None = None
+    timestamp_unit: Literal["ms", "s"] = "ms"
+    duration: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    socket: str | None = None
+
+
+def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:
+    """The settings of a TOML file, overridden by those that are given and not None.
+
+    Keys of the file are the fields of `ServeSettings`, at its top level.
+    Raises:
+        InvalidArgumentError: no such file, no TOML, an unknown key, or a value that cannot be meant; the
+            message names the file and the key.
+    """
+    from_file = {} if config is None else _read_file(config)
+    from_command = {name: value for name, value in given.items() if value is not None}
+    if from_file:
+        _convert(from_file, f"{config}: ")
+    return _convert({**from_file, **from_command}, "")
+
+
+def _read_file(config: str) -> dict[str, object]:
+    try:
+        with open(config, "rb") as file:
+            found = tomllib.load(file)
+    except OSError as error:
+        raise InvalidArgumentError(f"{config}: can not read the settings: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{config}: this is no TOML: {error}") from error
+    known = ServeSettings.__struct_fields__
+    for name in found:
+        if name not in known:
+            raise InvalidArgumentError(f"{config}: unknown key {name!r}; known are {', '.join(known)}")
+    return found
+
+
+def _convert(values: dict[str, object], where: str) -> ServeSettings:
+    try:
+        return msgspec.convert(values, ServeSettings)
+    except msgspec.ValidationError as error:
+        # "Expected `int` >= 1 - at `$.blocks`"
+        problem, _, name = str(error).partition(" - at `$.")
+        raise InvalidArgumentError(f"{where}{name.rstrip('`')}: {problem}") from error

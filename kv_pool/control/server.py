@@ -1,0 +1,263 @@
+"""`ControlServer`: a running pool answers on a Unix socket that only its owner can open."""
+
+import asyncio
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.adapter.layout import PoolLayout
+from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.control.messages import (
+    MAX_COMMAND_BYTES,
+    Command,
+    DefragCommand,
+    DefragReport,
+    StatsCommand,
+    decode_command,
+    encode_error,
+    encode_result,
+)
+from kv_pool.control.socket_path import make_folder, resolve_path
+from kv_pool.errors import ControlError
+
+_BACKLOG = 128
+
+
+class ControlServer:
+    """Serves one pool to `kv-pool stats`, `defrag` and `layout`, from a thread of its own.
+
+        with ControlServer(pool):
+            engine.run()
+
+    Args:
+        path: of the socket; None for `socket_path.get_default_path()`.
+        guard: entered around each command. A lock that the engine holds during its step, where a compaction
+            must not come between its reading block ids and its using them.
+        timeout_s: how long a client may take to send the rest of a command, or to read its reply.
+        max_clients: connected at once; others are turned away.
+    Raises:
+        ControlError: there can be no such socket.
+
+    A compaction changes block ids: serve a pool whose engine hears of moves (`on_moved`), or reads the ids
+    of its sequences anew.
+
+    Commands are carried out one after another. What a client sends, or leaves half sent, costs others
+    nothing, and what goes wrong is its reply; see `messages` for both.
+    """
+
+    def __init__(
+        self,
+        pool: GPUKVPool,
+        path: str | Path | None = None,
+        *,
+        guard: AbstractContextManager[object] | None = None,
+        timeout_s: float = 10.0,
+        max_clients: int = 64,
+    ) -> None:
+        self.pool = pool
+        self.path = resolve_path(path)
+        self._guard = nullcontext() if guard is None else guard
+        self._timeout_s = timeout_s
+        self._max_clients = max_clients
+        self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._inode = 0
+
+    def __enter__(self) -> "ControlServer":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Listen; when this returns, clients can connect.
+
+        Raises:
+            ControlError: another server listens there, something is there that is no socket, or there can be
+                none. Nothing has changed, but for a folder that was made.
+        """
+        if self._thread is not None:
+            raise ControlError(f"this server listens already, at {self.path}")
+        listener = self._listen()
+        is_running = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(listener, is_running), name="kv_pool control", daemon=True
+        )
+        self._thread.start()
+        is_running.wait()
+
+    def stop(self) -> None:
+        """Hang up on all clients and remove the socket. A command that is under way comes to its end.
+
+        Not to be called while holding the guard: that command may wait for it.
+        """
+        if self._thread is None or self._loop is None or self._stopping is None:
+            return
+        self._remove_socket()
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+        self._thread = None
+
+    # ---- the socket ------------------------------------------------------------------------------
+
+    def _listen(self) -> socket.socket:
+        make_folder(self.path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _lock_folder(self.path.parent):
+                self._make_room()
+                listener.bind(os.fspath(self.path))
+                # Nobody can connect before listen().
+                os.chmod(self.path, 0o600)
+                self._inode = self.path.lstat().st_ino
+                listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            raise ControlError(f"{self.path}: can not listen there: {error.strerror}") from error
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _make_room(self) -> None:
+        """Remove the socket of a server that is gone. Raises ControlError for anything else."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise ControlError(f"{self.path} is no socket and stays as it is; name another with --socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(self._timeout_s)
+            try:
+                probe.connect(os.fspath(self.path))
+            except ConnectionRefusedError:
+                self.path.unlink()
+                return
+            except BlockingIOError:
+                pass  # So many are connecting that there is no room for one more.
+        raise ControlError(
+            f"a pool is served at {self.path} already; stop its server, or name another socket with --socket"
+        )
+
+    def _remove_socket(self) -> None:
+        with suppress(FileNotFoundError):
+            if self.path.lstat().st_ino == self._inode:
+                self.path.unlink()
+
+    # ---- in the thread ---------------------------------------------------------------------------
+
+    def _run(self, listener: socket.socket, is_running: threading.Event) -> None:
+        try:
+            asyncio.run(self._serve(listener, is_running))
+        finally:
+            is_running.set()
+
+    async def _serve(self, listener: socket.socket, is_running: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        server = await asyncio.start_unix_server(
+            self._serve_client, sock=listener, limit=MAX_COMMAND_BYTES, backlog=_BACKLOG
+        )
+        is_running.set()
+        await self._stopping.wait()
+        server.close()
+        for writer in self._clients.values():
+            writer.transport.abort()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients[task] = writer
+        # So that drain() waits until the reply is sent, and nothing is lost below.
+        writer.transport.set_write_buffer_limits(0)
+        try:
+            if len(self._clients) > self._max_clients:
+                raise ControlError(f"{self._max_clients} clients are connected already; try again later")
+            while line := await self._read_line(reader):
+                await self._send(writer, self._answer(line))
+        except ControlError as error:
+            with suppress(OSError):
+                await self._send(writer, encode_error(error))
+        except OSError:
+            pass  # The client is gone, or does not read.
+        finally:
+            del self._clients[task]
+            writer.transport.abort()
+
+    async def _read_line(self, reader: asyncio.StreamReader) -> bytes:
+        """The next command; b"" at the end.
+
+        Raises:
+            ControlError: it is too long, or does not go on. Where the next one begins is not known.
+        """
+        # A client may be silent between two commands, but not within one.
+        first = await reader.read(1)
+        if first in (b"", b"\n"):
+            return first
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return first + await reader.readline()
+        except TimeoutError as error:
+            raise ControlError(f"the rest of a command did not come within {self._timeout_s} s") from error
+        except ValueError as error:
+            raise ControlError(f"a command has {MAX_COMMAND_BYTES} bytes at most") from error
+
+    async def _send(self, writer: asyncio.StreamWriter, reply: bytes) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            writer.write(reply)
+            await writer.drain()
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            command = decode_command(line)
+            with self._guard:
+                result = self._carry_out(command)
+        except Exception as error:  # A pool's callback may raise anything; the server goes on.
+            return encode_error(error)
+        return encode_result(result)
+
+    def _carry_out(self, command: Command) -> PoolStatistics | DefragReport | PoolLayout:
+        match command:
+            case StatsCommand():
+                return self.pool.get_statistics()
+            case DefragCommand():
+                return defragment(self.pool, command.max_moves, command.max_evictions)
+            case _:
+                return self.pool.get_layout()
+
+
+def defragment(pool: GPUKVPool, max_moves: int | None, max_evictions: int) -> DefragReport:
+    """Compact the pool and say what came of it. Raises as `GPUKVPool.defragment`."""
+    before = pool.get_fragmentation_rate()
+    started = time.perf_counter()
+    moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
+    elapsed = time.perf_counter() - started
+    return DefragReport(moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length)
+
+
+@contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """One server at a time looks who listens; of two that replace a dead one's socket one would be lost."""
+    import fcntl  # not everywhere, and only needed here
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

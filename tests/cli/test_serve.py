@@ -1,0 +1,110 @@
+"""`kv-pool serve`: it says where it listens, answers, and leaves nothing behind."""
+
+import json
+import signal
+
+import pytest
+from adapter.made_pool import make
+from cli.kv_pool_command import kv_pool_command
+from cli.serving import serving
+from replay.made_trace import record, write_trace
+
+from kv_pool.control import ControlClient, ControlServer
+
+SMALL = ("trace.jsonl", "--blocks", "40", "--block-size", "8", "--trace-block-size", "8")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3], 5, 0), record(16, [1, 4], 50, 10)])
+    return tmp_path
+
+
+def test_its_first_line_says_where_and_how_to_ask(folder):
+    with serving(*SMALL, cwd=folder) as process:
+        assert process.first_line == (
+            f"a pool of 40 blocks of 8 tokens is served at {folder}/kv_pool/control.sock; "
+            "in a second terminal: kv-pool stats\n"
+        )
+        with ControlClient(folder / "kv_pool" / "control.sock") as client:
+            assert client.get_statistics().total_blocks == 40
+
+
+def test_another_socket_is_named_in_the_line(folder):
+    with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
+        assert process.first_line.endswith("kv-pool stats --socket here.sock\n")
+        done = kv_pool_command("stats", "--socket", "here.sock", "--json", cwd=folder)
+        assert json.loads(done.stdout)["block_size"] == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_cleanly(folder, number):
+    with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
+        assert (folder / "here.sock").exists()
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+        assert not (folder / "here.sock").exists()
+
+
+def test_it_ends_by_itself_after_its_duration(folder):
+    with serving(*SMALL, "--socket", "here.sock", "--duration", "0.1", cwd=folder) as process:
+        assert process.wait(30) == 0
+        assert not (folder / "here.sock").exists()
+
+
+def test_the_bundled_trace_is_the_default(tmp_path):
+    with serving("--speedup", "20", "--socket", "here.sock", cwd=tmp_path) as process:
+        assert "a pool of 10,000 blocks of 128 tokens" in process.first_line
+        with ControlClient(tmp_path / "here.sock") as client:
+            while not client.get_statistics().num_sequences:
+                pass
+            assert client.get_layout().num_blocks == 10_000
+            assert client.defragment(max_moves=5).moved_blocks <= 5
+
+
+def test_options_may_come_from_a_file_and_the_command_line_wins(folder):
+    (folder / "serve.toml").write_text(
+        'trace = "trace.jsonl"\ntrace_block_size = 8\nblocks = 30\nblock_size = 4\nsocket = "here.sock"\n'
+    )
+    with serving("--config", "serve.toml", "--blocks", "50", cwd=folder):
+        with ControlClient(folder / "here.sock") as client:
+            statistics = client.get_statistics()
+        assert (statistics.total_blocks, statistics.block_size) == (50, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--config nowhere.toml", "nowhere.toml: can not read the settings"),
+        ("--config wrong.toml", "wrong.toml: unknown key 'block'; known are trace, blocks, "),
+        ("--blocks 0", "blocks: Expected `int` >= 1"),
+        ("nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("trace.jsonl --trace-block-size 8 --blocks 2 --block-size 8", "the smallest request needs 4"),
+        (f"trace.jsonl --trace-block-size 8 --socket {'x' * 108}", "a socket's path has 10"),
+        ("trace.jsonl --trace-block-size 8 --socket trace.jsonl", "is no socket and stays as it is"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_status_2(folder, arguments, message):
+    (folder / "wrong.toml").write_text("block = 10")
+    done = kv_pool_command("serve", *arguments.split(), cwd=folder)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_socket_that_is_served_already_is_one_line_and_status_2(folder):
+    with ControlServer(make(), folder / "here.sock"):
+        done = kv_pool_command("serve", *SMALL, "--socket", "here.sock", cwd=folder)
+    assert done.returncode == 2
+    assert "a pool is served at here.sock already" in done.stderr
+
+
+def test_a_line_that_breaks_later_ends_it_with_status_2(folder):
+    write_trace(folder / "trace.jsonl", [*[record(8, [at]) for at in range(1001)], "not json"])
+    with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
+        assert process.wait(60) == 2
+        assert "trace.jsonl:1002: " in process.stderr.read()
+        assert not (folder / "here.sock").exists()

@@ -1,0 +1,77 @@
+"""`kv-pool stats`: what people and programs read of a running pool."""
+
+import json
+import re
+
+import pytest
+from adapter.made_pool import make, make_scattered, take
+from cli.kv_pool_command import kv_pool_command
+
+from kv_pool.control import ControlServer
+
+
+@pytest.fixture
+def ask(tmp_path):
+    def run(pool, *options):
+        with ControlServer(pool, tmp_path / "here.sock"):
+            done = kv_pool_command("stats", "--socket", "here.sock", *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_people_read_counts_shares_and_latencies(ask):
+    pool = make_scattered(run_length=2)
+    pool.pin([3])
+    lines = ask(pool).splitlines()
+    assert lines[:11] == [
+        "KV Pool Statistics:",
+        "  Total Blocks: 10 of 4 tokens",
+        "  Used Blocks: 5 (50.0%)",
+        "  Free Blocks: 5 (50.0%), 0 of them cached",
+        "  Pinned Blocks: 1",
+        "  Reserved Blocks: 0",
+        "  Sequences: 5, evicted so far: 0",
+        "  Fragmentation Rate: 100.0% (runs of 2)",
+        "  Largest Free Run: 1 blocks, outside of it: 80.0%",
+        "  Moved Blocks: 0, epoch 0",
+        "  Prefix Cache: 0 of 0 blocks hit, 0 evicted",
+    ]
+    latency = (
+        r"\d+\.\dµs \(avg\), \d+\.\dµs \(median\), \d+\.\dµs \(p99\), \d+\.\dµs \(max\); 1 of {} calls timed"
+    )
+    assert re.fullmatch("  Allocation Latency: " + latency.format(10), lines[11])
+    assert re.fullmatch("  Free Latency: " + latency.format(1), lines[12])
+    assert len(lines) == 13
+
+
+def test_a_new_pool_has_no_latencies_yet(ask):
+    assert "Allocation Latency: not known yet, 0 calls" in ask(make())
+
+
+def test_hits_are_shown_as_a_share(ask):
+    pool = make()
+    take(pool, 1, 2)
+    pool.cache_prefix(1, [b"a", b"b"])
+    pool.claim_prefix(2, [b"a", b"b", b"c", b"d"])
+    assert "Prefix Cache: 2 of 4 blocks hit (50.0%), 0 evicted" in ask(pool)
+
+
+def test_programs_read_one_json_object(ask):
+    pool = make_scattered(run_length=2)
+    told = json.loads(ask(pool, "--json"))
+    assert (told["used_blocks"], told["free_blocks"], told["utilization"]) == (5, 5, 0.5)
+    assert (told["fragmentation_rate"], told["run_length"]) == (1.0, 2)
+    assert told["allocation"]["num_calls"] == 10
+
+
+@pytest.mark.parametrize("command", ["stats", "defrag", "stats --json"])
+def test_without_a_pool_it_says_how_to_get_one(tmp_path, command):
+    done = kv_pool_command(*command.split(), "--socket", "here.sock", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: no pool is served at here.sock: there is no such socket. Start one with kv-pool serve, or "
+        "name another socket with --socket.\n"
+    )

@@ -1,0 +1,161 @@
+"""A live replay, step by step on a clock of its own: what it holds, generates, evicts and moves."""
+
+import threading
+from itertools import islice
+
+import pytest
+from adapter.made_pool import check
+from replay.made_trace import record, write_trace
+
+from kv_pool import InvalidArgumentError
+from kv_pool.control.live_replay import STEP_S, LiveReplay, read_for_ever
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace_clock import EngineRates
+
+RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def make_replay(tmp_path):
+    def make(records, rates=RATES, **settings):
+        path = write_trace(tmp_path / "trace.jsonl", records)
+        clock = Clock()
+        settings = {"block_size": 8, "trace_block_size": 8, "run_length": 2, **settings}
+        replay = LiveReplay(ServeSettings(trace=str(path), **settings), rates=rates, clock=clock)
+
+        def run(seconds):
+            for _ in range(round(seconds / STEP_S)):
+                clock.now += STEP_S
+                replay.step()
+                check(replay.pool)
+
+        replay.run_for = run
+        return replay
+
+    return make
+
+
+def count(replay):
+    progress = replay.get_progress()
+    return progress.num_waiting, progress.num_running, progress.num_finished
+
+
+# The next round of the trace begins a second after its last request.
+LAST = record(8, [99], 1, 1_000_000)
+
+
+def test_a_request_takes_its_blocks_grows_and_gives_them_back(make_replay):
+    replay = make_replay([record(16, [1, 2], 20), LAST], blocks=10)
+    replay.run_for(STEP_S)
+    assert count(replay) == (0, 1, 0)
+    assert replay.pool.blocks_of(1) == [1, 2]
+    replay.run_for(1.2)  # 16 tokens at 1000 a second, then 10 a second: 11 of 20
+    assert len(replay.pool.blocks_of(1)) == 4
+    replay.run_for(1.0)
+    assert count(replay) == (0, 0, 1)
+    assert replay.pool.get_free_blocks() == 10
+
+
+def test_a_prompt_that_was_seen_is_hit_but_for_its_last_token(make_replay):
+    replay = make_replay([record(16, [1, 2], 1, 0), record(16, [1, 2], 1, 1000), LAST], blocks=10)
+    replay.run_for(2)
+    statistics = replay.pool.get_statistics()
+    assert (statistics.looked_up_blocks, statistics.hit_blocks) == (2, 1)
+
+
+def test_requests_wait_for_blocks_and_begin_in_the_order_they_came(make_replay):
+    records = [record(32, [at, at + 1, at + 2, at + 3], 5) for at in (10, 20, 30)]
+    replay = make_replay([*records, LAST], blocks=8)
+    replay.run_for(STEP_S)
+    assert count(replay) == (2, 1, 0)
+    assert replay.pool.list_sequences() == [1]
+    replay.run_for(4)
+    assert count(replay) == (0, 0, 3)
+
+
+def test_a_request_that_grows_evicts_another_which_begins_anew(make_replay):
+    records = [record(24, [1, 2, 3], 30), record(16, [4, 5], 30)]
+    replay = make_replay([*records, LAST], blocks=7)
+    replay.run_for(3)
+    assert replay.get_progress().num_preempted > 0
+    assert replay.pool.get_statistics().evicted_sequences == replay.get_progress().num_preempted
+    replay.run_for(20)
+    assert count(replay) == (0, 0, 2)
+
+
+def test_the_trace_begins_anew_with_requests_of_their_own(make_replay):
+    replay = make_replay([record(16, [1, 2], 1, 0), record(8, [3], 1, 500)], blocks=10)
+    replay.run_for(4.45)  # rounds begin at 0, 1.5 and 3
+    assert count(replay) == (0, 0, 6)
+
+
+def test_requests_come_faster_when_told_so(make_replay):
+    rates = EngineRates(1000, 10, speedup=10)
+    replay = make_replay([record(16, [1, 2], 1, 0), record(8, [3], 1, 9_000), LAST], rates, blocks=10)
+    replay.run_for(1.2)
+    assert count(replay) == (0, 0, 2)
+
+
+def test_requests_without_timestamps_are_held_back_not_piled_up(make_replay):
+    replay = make_replay([record(16, [1, 2], 1)] * 300, blocks=10)
+    replay.run_for(0.5)
+    waiting, running, finished = count(replay)
+    assert waiting + running + finished < 300
+    assert waiting >= 250
+    assert finished > 0
+
+
+def test_scattered_blocks_are_compacted_within_a_budget(make_replay):
+    records = [record(8, [at], 5 if at % 2 else 60) for at in range(1, 11)]
+    replay = make_replay([*records, LAST], blocks=20, defrag_threshold=0.0, defrag_moves=1, defrag_interval=0)
+    replay.run_for(2.5)
+    statistics = replay.pool.get_statistics()
+    assert statistics.moved_blocks > 1
+    assert statistics.moved_blocks == statistics.epoch == replay.defragmenter.num_moves
+
+
+def test_a_busy_pool_stays_whole(make_replay):
+    records = [
+        record(8 * (1 + at % 5), list(range(at, at + 1 + at % 5)), 3 * at % 40, 40 * at) for at in range(60)
+    ]
+    replay = make_replay(records, blocks=40, max_evictions=4, defrag_interval=0.2, defrag_moves=3)
+    replay.run_for(15)
+    assert replay.get_progress().num_finished > 60
+    assert replay.pool.get_statistics().moved_blocks > 0
+
+
+def test_running_goes_on_until_it_is_told_to_stop(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", [record(16, [1, 2], 1)])
+    replay = LiveReplay(ServeSettings(trace=str(path), blocks=10, block_size=8, trace_block_size=8))
+    stop = threading.Event()
+    thread = threading.Thread(target=replay.run, args=(stop,))
+    thread.start()
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_trace_of_which_nothing_fits_is_an_error(tmp_path):
+    path = write_trace(
+        tmp_path / "trace.jsonl", [record(80, list(range(10)), 1), record(90, list(range(12)), 1)]
+    )
+    with pytest.raises(InvalidArgumentError, match="has 5 blocks of 8 tokens, the smallest request needs 11"):
+        LiveReplay(ServeSettings(trace=str(path), blocks=5, block_size=8, trace_block_size=8))
+
+
+def test_requests_for_ever_have_ids_of_their_own_and_come_in_order(tmp_path):
+    path = write_trace(
+        tmp_path / "trace.jsonl", [record(16, [1, 2], 1, 0), record(8, [3], 1, 20), record(8, [3])]
+    )
+    requests = list(islice(read_for_ever(Trace(path, block_size=8), 8, 10), 7))
+    assert [request.request_id for request in requests] == ["1", "2", "3", "4", "5", "6", "7"]
+    assert [request.arrival_ms for request in requests] == [0, 20, 20, 1020, 1040, 1040, 2040]
+    assert requests[3].block_hashes == requests[0].block_hashes

@@ -1,0 +1,77 @@
+"""Commands and replies: what goes in comes out, and what is none says what would be one."""
+
+import pytest
+
+from kv_pool import ControlError, CopyFailedError, InvalidArgumentError
+from kv_pool.control.messages import (
+    DefragCommand,
+    DefragReport,
+    LayoutCommand,
+    StatsCommand,
+    decode_command,
+    decode_reply,
+    encode_command,
+    encode_error,
+    encode_result,
+)
+
+REPORT = DefragReport(127, 3.2, 0.085, 0.021, 16)
+
+
+@pytest.mark.parametrize(
+    "command", [StatsCommand(), DefragCommand(), DefragCommand(max_moves=7, max_evictions=3), LayoutCommand()]
+)
+def test_a_command_comes_out_as_it_went_in(command):
+    line = encode_command(command)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert decode_command(line) == command
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"stats\n", "a command is one line of JSON such as"),
+        (b"\n", "a command is one line of JSON such as"),
+        (b'{"command": "stats"\n', "a command is one line of JSON such as"),
+        (b'["stats"]\n', "a command is one line of JSON such as"),
+        (b'{"order": "stats"}\n', "missing required field `command`"),
+        (b'{"command": "stop"}\n', "unknown command 'stop'; known are stats, defrag, layout"),
+        (b'{"command": "defrag", "max_moves": 0}\n', "max_moves"),
+        (b'{"command": "defrag", "max_evictions": -1}\n', "max_evictions"),
+        (b'{"command": "defrag", "max_moves": "all"}\n', "max_moves"),
+        (b'{"command": "stats", "verbose": true}\n', "verbose"),
+        (b'{"command": "st\xff\xfe"}\n', "a command is one line of JSON such as"),
+    ],
+)
+def test_what_is_no_command_says_why(line, message):
+    with pytest.raises(ControlError, match=message):
+        decode_command(line)
+
+
+def test_a_result_comes_out_as_it_went_in():
+    assert decode_reply(encode_result(REPORT), DefragReport) == REPORT
+
+
+@pytest.mark.parametrize("kind", [ControlError, CopyFailedError, InvalidArgumentError])
+def test_an_error_of_ours_comes_out_as_itself(kind):
+    with pytest.raises(kind, match="what went wrong") as raised:
+        decode_reply(encode_error(kind("what went wrong")), DefragReport)
+    assert type(raised.value) is kind
+
+
+def test_another_error_comes_out_as_a_control_error():
+    with pytest.raises(ControlError, match="the pool raised ZeroDivisionError: by nothing"):
+        decode_reply(encode_error(ZeroDivisionError("by nothing")), DefragReport)
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "annotations", "Nonsense"])
+def test_an_error_of_an_unknown_name_comes_out_as_a_control_error(name):
+    with pytest.raises(ControlError, match="why"):
+        decode_reply(b'{"error": "%s", "message": "why"}\n' % name.encode(), DefragReport)
+
+
+@pytest.mark.parametrize("line", [b"hello\n", b"[]\n", b"{}\n", b'{"result": {"moved_blocks": "many"}}\n'])
+def test_what_is_no_reply_says_that_another_version_may_be_served(line):
+    with pytest.raises(ControlError, match="another version"):
+        decode_reply(line, DefragReport)

@@ -1,0 +1,370 @@
+"""A real server on a real socket: what it answers, whom it lets in, what it survives."""
+
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+from adapter.made_pool import check, draw, make, make_scattered, make_storage, take
+from control.raw_client import RawClient
+
+from kv_pool import ControlError, CopyFailedError
+from kv_pool.control import ControlClient, ControlServer
+
+STATS = b'{"command": "stats"}\n'
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "c.sock"
+
+
+def is_stats(reply):
+    return reply["result"]["total_blocks"] == 10
+
+
+# ---- what it answers ---------------------------------------------------------------------------------
+
+
+def test_statistics_come_over_the_socket_as_the_pool_tells_them(path):
+    pool = make()
+    take(pool, 1, 3)
+    with ControlServer(pool, path), ControlClient(path) as client:
+        told = client.get_statistics()
+        assert told.used_blocks == 3
+        assert told == pool.get_statistics()
+
+
+def test_the_layout_comes_over_the_socket_as_the_pool_tells_it(path):
+    pool = make_scattered()
+    with ControlServer(pool, path), ControlClient(path) as client:
+        assert client.get_layout() == pool.get_layout()
+
+
+def test_compaction_over_the_socket_moves_blocks_and_says_what_it_gave(path):
+    pool = make_scattered(run_length=5)
+    assert draw(pool) == "1.2.3.4.5."
+    with ControlServer(pool, path), ControlClient(path) as client:
+        report = client.defragment()
+    assert sorted(draw(pool)[:5]) == ["1", "2", "3", "4", "5"]
+    assert report.moved_blocks == pool.get_statistics().moved_blocks == 2
+    assert (report.fragmentation_rate_before, report.fragmentation_rate_after) == (1.0, 0.0)
+    assert report.run_length == 5
+    assert report.time_ms > 0
+    check(pool)
+
+
+def test_compaction_stops_after_so_many_moves_and_goes_on_when_asked_again(path):
+    pool = make_scattered()
+    with ControlServer(pool, path), ControlClient(path) as client:
+        assert [client.defragment(max_moves=1).moved_blocks for _ in range(3)] == [1, 1, 0]
+
+
+def test_cached_blocks_go_for_a_compaction_that_may_evict_them(path):
+    pool = make()
+    for sequence_id in range(1, 11):
+        take(pool, sequence_id, 1)
+        pool.cache_prefix(sequence_id, [b"%d" % sequence_id])
+    for sequence_id in range(1, 11, 2):
+        pool.free_sequence(sequence_id)
+    with ControlServer(pool, path), ControlClient(path) as client:
+        assert client.defragment().moved_blocks == 0
+        assert client.defragment(max_evictions=5).moved_blocks > 0
+    check(pool)
+
+
+def test_the_guard_is_held_during_a_command(path):
+    guard = threading.Lock()
+    seen = []
+    pool = make_scattered(on_moved=lambda relocation: seen.append(guard.locked()))
+    with ControlServer(pool, path, guard=guard), ControlClient(path) as client:
+        client.defragment()
+    assert seen
+    assert all(seen)
+    assert not guard.locked()
+
+
+def test_several_commands_go_over_one_connection(path):
+    with ControlServer(make(), path), RawClient(path) as client:
+        assert all(is_stats(client.ask(STATS)) for _ in range(3))
+        client.send(STATS + STATS)
+        assert is_stats(client.read())
+        assert is_stats(client.read())
+
+
+def test_a_command_without_an_end_of_line_counts_when_nothing_follows(path):
+    with ControlServer(make(), path), RawClient(path) as client:
+        client.send(STATS.strip())
+        client.end_sending()
+        assert is_stats(client.read())
+        assert client.read() is None
+
+
+# ---- who is let in -----------------------------------------------------------------------------------
+
+
+def test_the_socket_is_open_to_its_owner_only(tmp_path):
+    path = tmp_path / "new" / "c.sock"
+    before = os.umask(0)
+    try:
+        with ControlServer(make(), path):
+            assert stat.S_ISSOCK(path.stat().st_mode)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_the_default_path_is_where_clients_look(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with ControlServer(make()), ControlClient() as client:
+        assert client.get_statistics().total_blocks == 10
+
+
+def test_the_socket_is_gone_when_the_server_has_stopped(path):
+    with ControlServer(make(), path):
+        pass
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_socket_that_somebody_listens_on_is_not_taken_over(path):
+    with ControlServer(make(), path):
+        with pytest.raises(ControlError, match=r"is served at .* already"):
+            ControlServer(make(20), path).start()
+        with ControlClient(path) as client:
+            assert client.get_statistics().total_blocks == 10
+
+
+def test_a_socket_that_nobody_listens_on_is_replaced(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    with ControlServer(make(), path), ControlClient(path) as client:
+        assert client.get_statistics().total_blocks == 10
+
+
+def test_a_socket_that_a_killed_process_left_is_replaced(path):
+    code = (
+        "import os, sys; from kv_pool import GPUKVPool; from kv_pool.control import ControlServer; "
+        "ControlServer(GPUKVPool(5, 4), sys.argv[1]).start(); os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert path.exists()
+    with ControlServer(make(), path), ControlClient(path) as client:
+        assert client.get_statistics().total_blocks == 10
+
+
+def test_a_file_that_is_no_socket_stays_as_it_is(path):
+    path.write_text("mine")
+    with pytest.raises(ControlError, match="is no socket and stays as it is"):
+        ControlServer(make(), path).start()
+    assert path.read_text() == "mine"
+
+
+def test_a_socket_that_was_put_in_its_place_is_not_removed(path):
+    server = ControlServer(make(), path)
+    server.start()
+    path.unlink()
+    with ControlServer(make(20), path):
+        server.stop()
+        with ControlClient(path) as client:
+            assert client.get_statistics().total_blocks == 20
+
+
+def test_of_servers_that_start_at_once_one_listens(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    servers = [ControlServer(make(), path) for _ in range(6)]
+    start = threading.Barrier(len(servers))
+    outcomes = []
+
+    def work(server):
+        start.wait()
+        try:
+            server.start()
+            outcomes.append("listens")
+        except ControlError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=work, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with ControlClient(path) as client:
+        assert client.get_statistics().total_blocks == 10
+    for server in servers:
+        server.stop()
+    assert sorted(outcomes) == ["listens"] + 5 * ["refused"]
+    assert not path.exists()
+
+
+def test_a_server_starts_again_after_it_stopped(path):
+    server = ControlServer(make(), path)
+    for _ in range(2):
+        with server, ControlClient(path) as client:
+            assert client.get_statistics().total_blocks == 10
+    server.stop()
+
+
+def test_a_server_that_listens_does_not_start_twice(path):
+    with ControlServer(make(), path) as server, pytest.raises(ControlError, match="listens already"):
+        server.start()
+
+
+# ---- what it survives --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line", [b"\n", b"\0\n", b"stats\n", b'{"command": "stop"}\n', b"[" * 4000 + b"\n", b"\xff\xfe\n"]
+)
+def test_what_is_no_command_is_answered_and_the_next_one_too(path, line):
+    with ControlServer(make(), path), RawClient(path) as client:
+        assert client.ask(line)["error"] == "ControlError"
+        assert is_stats(client.ask(STATS))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_commands_are_answered_and_change_nothing(path, seed):
+    draw_random = random.Random(seed)
+    pool = make()
+    take(pool, 1, 3)
+    with ControlServer(pool, path):
+        for _ in range(30):
+            line = bytearray(draw_random.choice([STATS, b'{"command": "layout"}\n']))
+            for _ in range(draw_random.randint(1, 6)):
+                line[draw_random.randrange(len(line) - 1)] = draw_random.randrange(256)
+            with RawClient(path) as client:
+                client.send(bytes(line))
+                client.end_sending()
+                replies = list(iter(client.read, None))
+            assert len(replies) >= 1
+            assert all(("result" in reply) != ("error" in reply) for reply in replies)
+        with RawClient(path) as client:
+            assert is_stats(client.ask(STATS))
+    assert draw(pool) == "111......."
+    check(pool)
+
+
+def test_a_command_that_is_too_long_is_answered_and_hung_up_on(path):
+    with ControlServer(make(), path), RawClient(path) as client:
+        reply = client.ask(b'{"command": "' + b"x" * 5000)
+        assert "4096 bytes at most" in reply["message"]
+        assert client.read() is None
+        with RawClient(path) as another:
+            assert is_stats(another.ask(STATS))
+
+
+def test_half_a_command_and_then_silence_is_hung_up_on_while_others_are_served(path):
+    with ControlServer(make(), path, timeout_s=0.2), RawClient(path) as slow, RawClient(path) as other:
+        slow.send(STATS[:7])
+        assert is_stats(other.ask(STATS))
+        assert "did not come within 0.2 s" in slow.read()["message"]
+        assert slow.read() is None
+        assert is_stats(other.ask(STATS))
+
+
+def test_a_client_that_goes_in_the_middle_of_a_command_harms_nobody(path):
+    with ControlServer(make(), path) as server:
+        for _ in range(20):
+            with RawClient(path) as client:
+                client.send(STATS[:7])
+        with ControlClient(path) as client:
+            assert client.get_statistics() == server.pool.get_statistics()
+
+
+def test_a_client_that_does_not_read_is_hung_up_on(path):
+    pool = make(200_000)
+    with ControlServer(pool, path, timeout_s=0.2), RawClient(path) as deaf, ControlClient(path) as other:
+        deaf.send(b'{"command": "layout"}\n' * 20)
+        for _ in range(3):
+            assert other.get_statistics().total_blocks == 200_000
+        deaf.wait_for_hang_up()
+        assert other.get_statistics().total_blocks == 200_000
+
+
+def test_clients_beyond_the_limit_are_turned_away(path):
+    with ControlServer(make(), path, max_clients=2), RawClient(path) as first, RawClient(path) as second:
+        assert is_stats(first.ask(STATS))
+        assert is_stats(second.ask(STATS))
+        with RawClient(path) as third:
+            assert "2 clients are connected already" in third.read()["message"]
+            assert third.read() is None
+        assert is_stats(first.ask(STATS))
+
+
+def test_stopping_hangs_up_on_clients(path):
+    server = ControlServer(make(), path)
+    server.start()
+    with RawClient(path) as client:
+        assert is_stats(client.ask(STATS))
+        server.stop()
+        assert client.read() is None
+
+
+def test_what_the_pool_raises_is_raised_by_the_client(path):
+    def fail(source, target, sources, targets):
+        raise OSError("injected")
+
+    pool = make_scattered(storage=make_storage(copy=fail))
+    with ControlServer(pool, path), ControlClient(path) as client:
+        with pytest.raises(CopyFailedError):
+            client.defragment()
+        assert client.get_statistics().moved_blocks == 0
+    assert draw(pool) == "1.2.3.4.5."
+    check(pool)
+
+
+def test_what_a_callback_raises_does_not_end_the_server(path):
+    def fail(relocation):
+        raise ZeroDivisionError("by nothing")
+
+    with ControlServer(make_scattered(on_moved=fail), path), ControlClient(path) as client:
+        with pytest.raises(ControlError, match="the pool raised ZeroDivisionError: by nothing"):
+            client.defragment()
+        assert client.get_statistics().total_blocks == 10
+
+
+def test_many_clients_ask_at_once_while_threads_allocate(path):
+    pool = make(200, run_length=4)
+    is_over = threading.Event()
+    errors = []
+
+    def allocate(number):
+        try:
+            while not is_over.is_set():
+                take(pool, number, 5)
+                take(pool, number, 2, contiguous="no")
+                pool.free_sequence(number)
+        except BaseException as error:
+            errors.append(error)
+
+    def ask():
+        try:
+            for _ in range(30):
+                with ControlClient(path) as client:
+                    told = client.get_statistics()
+                    assert told.used_blocks + told.free_blocks == 200
+                    assert told.num_sequences <= 4
+                    assert client.defragment(max_moves=3).moved_blocks <= 3
+                    assert client.get_layout().num_blocks == 200
+        except BaseException as error:
+            errors.append(error)
+
+    engine = [threading.Thread(target=allocate, args=(number,)) for number in range(4)]
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    with ControlServer(pool, path):
+        for thread in engine + clients:
+            thread.start()
+        for thread in clients:
+            thread.join()
+        is_over.set()
+        for thread in engine:
+            thread.join()
+    assert not errors
+    assert pool.get_free_blocks() == 200
+    check(pool)

@@ -1,0 +1,60 @@
+"""Where the socket is: a folder that only its owner can enter."""
+
+import os
+import stat
+
+import pytest
+
+from kv_pool import ControlError
+from kv_pool.control.socket_path import get_default_path, make_folder, resolve_path
+
+
+def test_the_default_is_in_the_runtime_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert get_default_path() == tmp_path / "kv_pool" / "control.sock"
+
+
+def test_without_one_it_is_in_a_folder_of_the_users_own(monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert get_default_path().parent.name == f"kv_pool-{os.getuid()}"
+
+
+def test_the_folder_is_open_to_its_owner_only(tmp_path):
+    path = tmp_path / "new" / "control.sock"
+    make_folder(path)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+    tmp_path.chmod(0o755)
+    make_folder(tmp_path / "control.sock")
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_a_default_folder_that_others_can_enter_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "kv_pool"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for use in (lambda: resolve_path(None), lambda: make_folder(folder / "control.sock")):
+        with pytest.raises(ControlError, match="not a folder that only you can enter"):
+            use()
+
+
+def test_a_default_folder_that_is_a_link_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kv_pool").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ControlError, match="not a folder that only you can enter"):
+        resolve_path(None)
+
+
+def test_a_path_that_no_socket_can_have_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(ControlError, match=r"has \d+ bytes; a socket's path has 10\d at most"):
+        resolve_path(tmp_path / ("x" * 108))
+
+
+def test_a_folder_that_can_not_be_made_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ControlError, match="can not make this folder"):
+        make_folder(tmp_path / "file" / "folder" / "control.sock")

@@ -1,0 +1,22 @@
+"""A dict in pieces."""
+
+from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
+
+
+def test_what_is_put_into_its_shard_is_found_there():
+    sharded = ShardedDict()
+    for key in (1, b"bytes", 2**64 - 1, NUM_SHARDS + 1):
+        sharded.shard(key)[key] = str(key)
+    assert len(sharded) == 4
+    assert sharded.shard(b"bytes")[b"bytes"] == "b'bytes'"
+    assert sharded.shard(1) is sharded.shard(NUM_SHARDS + 1)
+    assert 2**64 - 1 in sharded
+    assert 5 not in sharded
+
+
+def test_hashes_spread_evenly():
+    sharded = ShardedDict()
+    for number in range(10_000):
+        key = (number * 0x9E3779B97F4A7C15) % 2**64
+        sharded.shard(key)[key] = None
+    assert max(map(len, sharded.shards)) < 100

@@ -1,0 +1,74 @@
+"""Call times: what the figures mean, and that all calls are counted from any number of threads."""
+
+import random
+import statistics
+import threading
+
+import pytest
+
+from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow, summarize
+
+
+def call(window, num_calls):
+    for _ in range(num_calls):
+        if window.number_call() % TIMED_EVERY == 0:
+            window.note(1000)
+
+
+def test_without_calls_there_are_no_figures():
+    latency = LatencyWindow().summarize()
+    assert (latency.num_calls, latency.num_timed, latency.mean_us, latency.max_us) == (0, 0, 0.0, 0.0)
+
+
+def test_all_calls_are_counted_and_one_in_so_many_is_timed():
+    window = LatencyWindow()
+    call(window, 3 * TIMED_EVERY)
+    latency = window.summarize()
+    assert (latency.num_calls, latency.num_timed) == (3 * TIMED_EVERY, 3)
+
+
+def test_a_look_is_not_a_call():
+    window = LatencyWindow()
+    for num_calls in range(5):
+        assert window.summarize().num_calls == num_calls
+        call(window, 1)
+
+
+def test_the_first_call_is_timed():
+    window = LatencyWindow()
+    call(window, 1)
+    assert window.summarize().max_us == 1.0
+
+
+def test_only_the_last_times_are_kept():
+    window = LatencyWindow(max_kept=10)
+    call(window, 50 * TIMED_EVERY)
+    latency = window.summarize()
+    assert (latency.num_calls, latency.num_timed) == (50 * TIMED_EVERY, 10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_figures_are_those_of_the_statistics_module(seed):
+    draw = random.Random(seed)
+    durations = [draw.randint(1, 100_000) for _ in range(draw.randint(1, 300))]
+    latency = summarize(1000, durations)
+    assert latency.num_timed == len(durations)
+    assert latency.mean_us == pytest.approx(statistics.mean(durations) / 1000)
+    assert latency.median_us == pytest.approx(statistics.median(durations) / 1000)
+    assert latency.max_us == max(durations) / 1000
+    assert sum(duration / 1000 <= latency.p99_us for duration in durations) >= 0.99 * len(durations)
+    assert sum(duration / 1000 >= latency.p99_us for duration in durations) > 0.01 * len(durations) - 1
+
+
+def test_of_100_calls_the_99th_percentile_is_the_99th():
+    assert summarize(100, list(range(1000, 101_000, 1000))).p99_us == 99.0
+
+
+def test_calls_of_many_threads_are_all_counted():
+    window = LatencyWindow()
+    threads = [threading.Thread(target=call, args=(window, 5000)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert window.summarize().num_calls == 40_000
