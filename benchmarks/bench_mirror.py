@@ -4,7 +4,6 @@ import argparse
 import gc
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -221,7 +220,6 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     provenance = describe_run([MIRROR, TOKENS, SETS])
-    provenance["command"] = " ".join(["python", "benchmarks/bench_mirror.py", *sys.argv[1:]])
     for key, value in provenance.items():
         if isinstance(value, dict):
             value = [f"{name} {number}" for name, number in value.items()]
