@@ -81,7 +81,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     """
     try:
         batch = _DECODER.decode(payload)
-    except (ValueError, TypeError, RecursionError):
+    except _UNREADABLE:
         return _decode_loosely(payload)
     return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank)
 
@@ -93,6 +93,9 @@ class _TypedBatch(msgspec.Struct, array_like=True):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
 
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
+"""What decoding raises for bytes that make no sense; msgspec 0.19 has errors that are no ValueError."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
@@ -141,7 +144,7 @@ def _list_positional(event: Any) -> list[Any]:
 def _decode_loosely(payload: bytes) -> DecodedBatch:
     try:
         found = msgspec.msgpack.decode(payload)
-    except (ValueError, TypeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise EventStreamError(f"a payload of {len(payload)} bytes is no event batch: {error}") from error
     if not isinstance(found, list) or len(found) < 2:
         raise EventStreamError(
@@ -159,7 +162,7 @@ def _decode_loosely(payload: bytes) -> DecodedBatch:
     for raw_event in raw_events:
         try:
             events.append(_read_event(raw_event))
-        except (ValueError, TypeError, RecursionError) as error:
+        except _UNREADABLE as error:
             reasons.append(str(error))
     return DecodedBatch(float(ts), events, rank, len(reasons), reasons[0] if reasons else None)
 
