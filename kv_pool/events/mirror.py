@@ -72,7 +72,7 @@ class PrefixMirror:
 
     Calls that change may come from any thread. Lookups take no lock: they see each block as it was before or
     after a change that runs meanwhile.
-    Memory: about 130 bytes per block that one publisher holds, 50 more for each other one.
+    Memory: 90 to 120 bytes for each block and publisher that holds it, twice that with tokens.
     """
 
     def __init__(self, learns_tokens: bool = False, counts_copies: bool = False) -> None:

@@ -1,7 +1,10 @@
 """`kv-pool events` as a user runs it, beside a publisher in this process."""
 
+import contextlib
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -123,6 +126,34 @@ def test_ctrl_c_ends_it_without_a_word(publisher):
         running.send_signal(signal.SIGINT)
         rest, complaints = running.communicate(timeout=20)
     assert (running.returncode, rest, complaints) == (0, "", "")
+
+
+@pytest.mark.parametrize("options", [[], ["--mirror"]])
+def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
+    publisher.publish([STORED])
+    near, far = pty.openpty()
+    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
+    running = subprocess.Popen(
+        [*command, "--replay", publisher.replay_endpoint],
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
+        stdout=far,
+        stderr=subprocess.PIPE,
+    )
+    os.close(far)
+    awaited = [b"2 in group 1 GPU"] if options else [b"\x1b[32m", b"batches", b"/s"]
+    shown = b""
+    with running:
+        while not all(text in shown for text in awaited):
+            assert select.select([near], [], [], 20)[0], shown
+            shown += os.read(near, 65536)
+        running.send_signal(signal.SIGINT)
+        # Read on, or it waits for the terminal; the end of it is an error on Linux.
+        with contextlib.suppress(OSError):
+            while os.read(near, 65536):
+                pass
+        assert running.wait(20) == 0
+        assert running.stderr.read() == b""
+    os.close(near)
 
 
 @pytest.mark.parametrize(

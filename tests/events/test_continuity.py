@@ -8,13 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_pool import AllBlocksCleared, BlockRemoved
-from kv_pool.events.batch import KVEventBatch, encode_batch
+from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.continuity import (
     BatchesLost,
     Continuity,
     PublisherRestarted,
     PublisherSilent,
     ReceivedBatch,
+    is_snapshot,
 )
 
 
@@ -536,6 +537,22 @@ def test_answers_that_nobody_asked_for_are_passed_over():
     stream = started("a0")
     assert stream.replay("a7", "end") == ""
     assert stream.live("a1") == "a1"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([AllBlocksCleared()], True),
+        ([AllBlocksCleared()] * 70_000, True),
+        ([AllBlocksCleared(), BlockRemoved([1], "GPU")], True),
+        ([], False),
+        ([BlockRemoved([], None), AllBlocksCleared()], False),
+        ([BlockRemoved([1], "GPU")], False),
+    ],
+)
+@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
+def test_a_snapshot_is_told_by_its_first_bytes(events, expected, encode):
+    assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected
 
 
 # ---- anything ------------------------------------------------------------------------------------
