@@ -8,7 +8,7 @@ from operator import or_
 from typing import Any
 
 from kv_pool.core.block_keys import make_external_block_hashes
-from kv_pool.core.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from kv_pool.core.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockReported, BlockStored
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.events.token_keys import chain_keys, root_key
 from kv_pool.ids import ExternalBlockHash
@@ -95,7 +95,7 @@ class PrefixMirror:
         Args:
             counts_copies: a hash is held until it was removed as often as it was stored. For publishers that
                 announce each copy of a block, as vLLM does. Wrong for those that also announce hits (vLLM's
-                full report mode): such a hash is never let go. A publisher that announces the first copy and
+                full report mode), which the wire does not tell from copies: such a hash is never let go. A publisher that announces the first copy and
                 the removal of the last needs no counting and can stand it.
         """
         with self._lock:
@@ -335,7 +335,7 @@ class PrefixMirror:
         keys = held.keys
         bit = publisher.bit
         holders = None if held.table is None else held.table.holders
-        counting = publisher.counts_copies
+        counting = publisher.counts_copies and not isinstance(event, BlockReported)
         num_stored = 0
         for position, block_hash in enumerate(event.block_hashes):
             if not isinstance(block_hash, int) or block_hash < 0:

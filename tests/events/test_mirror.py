@@ -17,6 +17,7 @@ from kv_pool import (
     LoRARequest,
     Request,
 )
+from kv_pool.core.kv_events import BlockReported
 from kv_pool.events.mirror import PrefixMirror
 
 
@@ -179,6 +180,12 @@ def test_copies_are_counted_where_the_publisher_announces_each():
     counts = mirror.counts_of("each copy")
     assert (counts.num_stored, counts.num_stored_again, counts.num_removed) == (1, 2, 1)
     assert counts.num_removed_unknown == 1
+
+
+def test_a_report_of_a_hit_is_no_copy():
+    mirror = PrefixMirror(counts_copies=True)
+    mirror.apply("a", [stored(1), BlockReported([1], None, [1] * 4, 4, None, "GPU", None), removed(1)])
+    assert mirror.state_of("a") == set()
 
 
 def test_counting_starts_anew_after_a_clear():
