@@ -95,8 +95,9 @@ class PrefixMirror:
         Args:
             counts_copies: a hash is held until it was removed as often as it was stored. For publishers that
                 announce each copy of a block, as vLLM does. Wrong for those that also announce hits (vLLM's
-                full report mode), which the wire does not tell from copies: such a hash is never let go. A publisher that announces the first copy and
-                the removal of the last needs no counting and can stand it.
+                full report mode), which the wire does not tell from copies: such a hash is never let go. A
+                publisher that announces the first copy and the removal of the last needs no counting and can
+                stand it.
         """
         with self._lock:
             self._get_publisher(publisher_id, counts_copies)
@@ -406,9 +407,13 @@ class PrefixMirror:
             if parent is None:
                 publisher.counts.num_unknown_parents += 1
                 return None
+        try:
+            keys = chain_keys(parent, event.token_ids, block_size, event.extra_keys, event.lora_name)
+        except InvalidArgumentError:
+            return None  # placeholders below 0 in place of tokens
         if block_size not in self._block_sizes:
             self._block_sizes = (*self._block_sizes, block_size)
-        return [*chain_keys(parent, event.token_ids, block_size, event.extra_keys, event.lora_name)]
+        return [*keys]
 
     def _add_token_key(self, held: "_Held", bit: int, token_key: int) -> None:
         if token_key in held.num_by_token_key:

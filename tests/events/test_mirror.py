@@ -266,6 +266,7 @@ def test_blocks_behind_an_unknown_parent_or_with_tokens_of_others_are_found_by_h
         a=[
             stored(2, parent=1, tokens=[5, 6, 7, 8]),
             stored(8, 9, tokens=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),  # a hole in the span
+            stored(10, tokens=[1, 2, 3, -1]),  # a placeholder
         ]
     )
     assert mirror.find_prefix([2]) == {"a": 1}
