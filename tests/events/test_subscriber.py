@@ -63,6 +63,8 @@ def join(subscriber, publisher):
     while not any(isinstance(item, ReceivedBatch) and not item.is_replayed for item in items):
         publisher.publish([])
         items += subscriber.poll(0.05)
+    if sequences(items)[-1] < publisher.sequence - 1:
+        items += read_until(subscriber, has(publisher.sequence - 1))
     return items
 
 
