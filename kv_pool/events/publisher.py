@@ -120,9 +120,8 @@ class ZMQEventPublisher:
             is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
         ):
             _logger.warning(
-                "whoever reaches %s or %s can read the token ids of all prompts; CURVE keys prevent it",
-                self.endpoint,
-                self.replay_endpoint,
+                "whoever reaches %s can read the token ids of all prompts; CURVE keys prevent it",
+                " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
             )
         self._thread = threading.Thread(target=self._run, name="kv_pool event publisher", daemon=True)
         self._thread.start()
