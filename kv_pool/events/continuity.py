@@ -294,6 +294,11 @@ class Continuity:
         if request.is_probe and not self._held:
             self._num_fruitless = 0
             return [self._fall_silent(now)]
+        if self._is_doubtful and self._expected is not None:
+            # Nobody says that this is the same life, so nothing of it may be relied upon.
+            items = [self._begin_new_life()]
+            self._num_fruitless = self.max_attempts
+            return items + self._follow_held(now)
         return self._follow_held(now)
 
     def take_connected(self, now: float) -> list[StreamItem]:

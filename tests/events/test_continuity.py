@@ -399,6 +399,15 @@ def test_after_a_reconnect_an_answer_without_the_last_batch_may_be_of_a_new_life
     assert stream.replay("b2", "b3", "end") == "lost:0-1 b2r b3r"
 
 
+def test_after_a_reconnect_that_nobody_explains_nothing_is_relied_upon():
+    stream = started("a0", "a1", replay_timeout_s=5, max_attempts=2)
+    stream.machine.take_connected(stream.now)
+    assert stream.live("b2", "b3") == ""
+    assert stream.wait(5) == ""
+    assert stream.wait(5) == "restarted lost:0-1 b2 b3"
+    assert stream.machine.request is None
+
+
 def test_whoever_connects_late_is_asked_late():
     stream = Stream(replay_timeout_s=5, max_attempts=1)
     stream.asked()
