@@ -20,6 +20,7 @@ SHOWN = [
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",
     "kv_pool.events.config",
+    "kv_pool.events.mirror",
     "kv_pool.integrations.nano_vllm",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.request",

@@ -13,6 +13,7 @@ def main() -> None:
     except ImportError:
         sys.exit("kv-pool needs typer and rich: pip install 'kv_pool[cli]'")
     from kv_pool.cli.defrag import defrag
+    from kv_pool.cli.events import events
     from kv_pool.cli.info import info
     from kv_pool.cli.layout import layout
     from kv_pool.cli.replay import replay
@@ -33,6 +34,7 @@ def main() -> None:
     app.command()(stats)
     app.command()(defrag)
     app.command()(layout)
+    app.command()(events)
     app.command()(info)
     try:
         app()

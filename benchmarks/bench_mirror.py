@@ -1,0 +1,234 @@
+"""What does a router pay to know who holds which prefix? See benchmarks/README.md."""
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_block_pool import describe_run, resident_bytes, summarize
+
+from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
+from kv_pool.events.mirror import PrefixMirror
+
+BLOCK_SIZE = 16
+PROMPT_BLOCKS = 200
+EVENT_BLOCKS = 8  # per store; a removal is one event per block, as pools announce them
+LOOKUPS_PER_SAMPLE = 50
+MIRROR, TOKENS, SETS = "PrefixMirror", "PrefixMirror with tokens", "dict of sets"
+
+
+class Prompt(NamedTuple):
+    """A prompt that some publishers hold. Its tokens are consecutive numbers: made when they are needed."""
+
+    number: int
+    hashes: list[int]
+    publishers: list[str]
+
+    @property
+    def token_ids(self) -> range:
+        return range(self.number * PROMPT_BLOCKS * BLOCK_SIZE, (self.number + 1) * PROMPT_BLOCKS * BLOCK_SIZE)
+
+    def list_stores(self) -> list[BlockStored]:
+        stores = []
+        tokens = self.token_ids
+        for first in range(0, PROMPT_BLOCKS, EVENT_BLOCKS):
+            end = first + EVENT_BLOCKS
+            parent = self.hashes[first - 1] if first else None
+            token_ids = [*tokens[first * BLOCK_SIZE : end * BLOCK_SIZE]]
+            stores.append(
+                BlockStored([*self.hashes[first:end]], parent, token_ids, BLOCK_SIZE, None, "GPU", None)
+            )
+        return stores
+
+    def list_removals(self) -> list[BlockRemoved]:
+        return [BlockRemoved([one], "GPU") for one in reversed(self.hashes)]
+
+
+class DictOfSets:
+    """What one writes first: the hashes of each publisher, and a walk for each."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[Any]] = {}
+
+    def apply(self, publisher_id: str, events: Sequence[Any]) -> None:
+        held = self.held.setdefault(publisher_id, set())
+        for event in events:
+            if isinstance(event, BlockStored):
+                held.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                held.difference_update(event.block_hashes)
+            else:
+                held.clear()
+
+    def find_prefix(self, block_hashes: Sequence[int]) -> dict[str, int]:
+        found = {}
+        for publisher_id, held in self.held.items():
+            count = 0
+            for block_hash in block_hashes:
+                if block_hash not in held:
+                    break
+                count += 1
+            if count:
+                found[publisher_id] = count
+        return found
+
+
+def make_prompts(num_blocks: int, num_publishers: int, seed: int) -> list[Prompt]:
+    """Prompts on one to four publishers each, until so many blocks are held in all."""
+    rng = random.Random(seed)
+    names = [f"engine-{number}" for number in range(num_publishers)]
+    prompts: list[Prompt] = []
+    left = num_blocks
+    while left > 0:
+        publishers = rng.sample(names, min(rng.randint(1, 4), num_publishers))
+        prompts.append(Prompt(len(prompts), [rng.getrandbits(64) for _ in range(PROMPT_BLOCKS)], publishers))
+        left -= PROMPT_BLOCKS * len(publishers)
+    rng.shuffle(prompts)
+    return prompts
+
+
+def copy_hashes(hashes: Sequence[int]) -> list[int]:
+    """Equal hashes that are other objects, as a router has them that got a request."""
+    return [one + 1 - 1 for one in hashes]
+
+
+def fill(mirror: Any, prompts: list[Prompt]) -> tuple[float, float]:
+    """ns and bytes per block."""
+    gc.collect()
+    before = resident_bytes()
+    elapsed_ns = num_blocks = 0
+    for prompt in prompts:
+        for publisher in prompt.publishers:
+            # As decoded from the wire: every stream has hashes that are objects of its own.
+            stores = prompt._replace(hashes=copy_hashes(prompt.hashes)).list_stores()
+            start = time.perf_counter_ns()
+            mirror.apply(publisher, stores)
+            elapsed_ns += time.perf_counter_ns() - start
+            num_blocks += PROMPT_BLOCKS
+    return elapsed_ns / num_blocks, (resident_bytes() - before) / num_blocks
+
+
+def sample_churn(mirror: Any, prompts: list[Prompt], rng: random.Random) -> float:
+    """A prompt removed block by block and stored again, ns per block and change."""
+    prompt = rng.choice(prompts)
+    publisher = prompt.publishers[0]
+    removals, stores = prompt.list_removals(), prompt.list_stores()
+    start = time.perf_counter_ns()
+    for removal in removals:
+        mirror.apply(publisher, [removal])
+    for store in stores:
+        mirror.apply(publisher, [store])
+    return (time.perf_counter_ns() - start) / (2 * PROMPT_BLOCKS)
+
+
+def sample_lookups(find: Callable[[Any], dict[str, int]], asked: list[Any], expected: list[Any]) -> float:
+    """µs per lookup."""
+    start = time.perf_counter_ns()
+    found = [find(one) for one in asked]
+    elapsed_ns = time.perf_counter_ns() - start
+    if found != expected:
+        raise RuntimeError("a lookup found something else")
+    return elapsed_ns / len(asked) / 1000
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    prompts = make_prompts(options.blocks, options.publishers, options.seed)
+    rng = random.Random(options.seed + 1)  # not the one whose numbers are the prompts' hashes
+    rows: list[dict[str, Any]] = []
+
+    def add(title: str, unit: str, samples: dict[str, list[float]]) -> None:
+        rows.append({"title": title, "unit": unit, "samples": samples})
+        print(title)
+        for name, values in samples.items():
+            low, median, high = summarize(values)
+            figures = f"{median:>11,.2f}{low:>11,.2f}{high:>11,.2f}{len(values):>6}"
+            print(f"    {name:26}{unit:>10}{figures}", flush=True)
+
+    mirrors: dict[str, Any] = {
+        MIRROR: PrefixMirror(),
+        TOKENS: PrefixMirror(learns_tokens=True),
+        SETS: DictOfSets(),
+    }
+    filled = {name: fill(mirror, prompts) for name, mirror in mirrors.items()}
+    held = f"{options.blocks:,} blocks over {options.publishers} publishers"
+    add(f"fill with {held}", "ns/block", {name: [figures[0]] for name, figures in filled.items()})
+    add(f"memory of {held}", "B/block", {name: [figures[1]] for name, figures in filled.items()})
+
+    gc.collect()
+    gc.freeze()
+    churn: dict[str, list[float]] = {name: [] for name in mirrors}
+    for _ in range(options.runs):
+        state = rng.getstate()
+        for name, mirror in mirrors.items():
+            rng.setstate(state)
+            churn[name].append(sample_churn(mirror, prompts, rng))
+    add("remove a prompt block by block, store it again", "ns/block", churn)
+
+    for title, num_known in (
+        ("all held", PROMPT_BLOCKS),
+        ("half held", PROMPT_BLOCKS // 2),
+        ("none held", 0),
+    ):
+        lookups: dict[str, list[float]] = {name: [] for name in mirrors}
+        by_tokens: list[float] = []
+        for _ in range(options.runs):
+            chosen = [rng.choice(prompts) for _ in range(LOOKUPS_PER_SAMPLE)]
+            expected = [dict.fromkeys(one.publishers, num_known) if num_known else {} for one in chosen]
+            unknown = [rng.getrandbits(64) for _ in range(PROMPT_BLOCKS)]
+            for name, mirror in mirrors.items():
+                asked = [copy_hashes(one.hashes[:num_known] + unknown[num_known:]) for one in chosen]
+                lookups[name].append(sample_lookups(mirror.find_prefix, asked, expected))
+            num_tokens = num_known * BLOCK_SIZE
+            tokens = [
+                [*one.token_ids[:num_tokens], *range(10**9, 10**9 + PROMPT_BLOCKS * BLOCK_SIZE - num_tokens)]
+                for one in chosen
+            ]
+            in_tokens = [{name: num * BLOCK_SIZE for name, num in one.items()} for one in expected]
+            by_tokens.append(sample_lookups(mirrors[TOKENS].find_prefix_of_tokens, tokens, in_tokens))
+        lookups["by tokens"] = by_tokens
+        add(f"look up {PROMPT_BLOCKS} blocks, {title}", "µs", lookups)
+
+    clears: dict[str, list[float]] = {}
+    for name, mirror in mirrors.items():
+        start = time.perf_counter_ns()
+        mirror.apply("engine-0", [AllBlocksCleared()])
+        clears[name] = [(time.perf_counter_ns() - start) / 1e6]
+    add("clear one publisher", "ms", clears)
+    return rows
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="that all publishers together hold")
+    parser.add_argument("--publishers", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=50, help="samples of each row but the first two and last")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.blocks, options.runs = 20_000, 3
+    if options.blocks < PROMPT_BLOCKS or options.publishers < 1 or options.runs < 1:
+        parser.error(f"at least {PROMPT_BLOCKS} blocks, 1 publisher, 1 run")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    provenance = describe_run([MIRROR, TOKENS, SETS])
+    for key, value in provenance.items():
+        if isinstance(value, dict):
+            value = [f"{name} {number}" for name, number in value.items()]
+        print(f"{key:22}{', '.join(value) if isinstance(value, list) else value}")
+    print(f"\n{'':30}{'unit':>10}{'median':>11}{'p10':>11}{'p90':>11}{'runs':>6}")
+    rows = measure(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""`kv-pool events`: a running event stream, for people."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.events.continuity import ReceivedBatch, StreamItem
+from kv_pool.events.follow import apply_item
+from kv_pool.events.mirror import PrefixMirror
+
+if TYPE_CHECKING:
+    from kv_pool.events.subscriber import KVEventSubscriber
+
+_REFRESH_S = 1.0
+
+
+def events(
+    endpoints: Annotated[
+        list[str], typer.Argument(metavar="ENDPOINT...", help="PUB sockets, such as tcp://127.0.0.1:5557.")
+    ],
+    replay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ENDPOINT", help="Where to ask for missed batches, one per ENDPOINT, in order."),
+    ] = None,
+    topic: Annotated[str, typer.Option(help="Only batches whose topic begins so.")] = "",
+    kind: Annotated[str | None, typer.Option(help="Only stored, removed or cleared.")] = None,
+    group: Annotated[int | None, typer.Option(help="Only this KV cache group.", min=0)] = None,
+    medium: Annotated[str | None, typer.Option(help="Only GPU, CPU, STORAGE, ...")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(help="Stop after so many lines; with --mirror, batches.", min=1)
+    ] = None,
+    mirror: Annotated[
+        bool, typer.Option("--mirror", help="Show what each publisher holds instead of its events.")
+    ] = False,
+) -> None:
+    """Print a publisher's events as they happen; with --mirror, what each publisher holds. Ctrl-C ends it."""
+    from kv_pool.events.subscriber import KVEventSubscriber
+
+    replays: list[str | None] = [*(replay or [])]
+    if len(replays) not in (0, len(endpoints)):
+        raise InvalidArgumentError(
+            f"{len(endpoints)} endpoints and {len(replays)} times --replay; give one for each, or none"
+        )
+    replays += [None] * (len(endpoints) - len(replays))
+    if mirror and (json or kind is not None):
+        raise InvalidArgumentError("--mirror shows a table; leave out --json and --kind")
+    chosen = LineFilter(kind, group, medium)
+    with contextlib.ExitStack() as opened:
+        subscribers = {
+            endpoint: opened.enter_context(KVEventSubscriber(endpoint, its_replay, topic))
+            for endpoint, its_replay in zip(endpoints, replays, strict=True)
+        }
+        show: EventPrinter | MirrorTable
+        if mirror:
+            show = opened.enter_context(MirrorTable(subscribers, limit, group, medium))
+        else:
+            show = opened.enter_context(EventPrinter(chosen, json, limit))
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(read_all(subscribers, show))
+
+
+async def read_all(subscribers: "dict[str, KVEventSubscriber]", show: "EventPrinter | MirrorTable") -> None:
+    """Hand every item of every stream to `show`, until it has enough."""
+
+    async def read(endpoint: str, subscriber: "KVEventSubscriber") -> None:
+        async for item in subscriber:
+            show.take(endpoint, item)
+            if show.has_enough:
+                return
+
+    async def refresh() -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            show.refresh()
+
+    tasks = [asyncio.create_task(read(*one)) for one in subscribers.items()]
+    tasks.append(asyncio.create_task(refresh()))
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventPrinter:
+    """A line per event, and on a terminal the rates of the last second below them."""
+
+    def __init__(self, chosen: LineFilter, as_json: bool, limit: int | None) -> None:
+        self.has_enough = False
+        self._chosen = chosen
+        self._as_json = as_json
+        self._limit = limit
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._status = None if as_json or not self._console.is_terminal else self._console.status("waiting")
+        self._num_lines = 0
+        self._counts: Counter[str] = Counter()
+        self._since = time.monotonic()
+
+    def __enter__(self) -> "EventPrinter":
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def take(self, endpoint: str, item: StreamItem) -> None:
+        self._counts["batches"] += isinstance(item, ReceivedBatch)
+        for line in make_lines(item, self._chosen):
+            if self.has_enough:
+                return
+            if self._as_json:
+                sys.stdout.write(line.to_json() + "\n")
+                sys.stdout.flush()
+            else:
+                self._console.print(Text(line.text, style=STYLES[line.kind]))
+            self._counts[line.kind] += 1
+            self._num_lines += 1
+            self.has_enough = self._num_lines == self._limit
+
+    def refresh(self) -> None:
+        if self._status is None:
+            return
+        now = time.monotonic()
+        rates = [
+            f"{name} {count / (now - self._since):,.0f}/s" for name, count in sorted(self._counts.items())
+        ]
+        self._status.update(", ".join(rates) or "nothing came")
+        self._counts.clear()
+        self._since = now
+
+
+class MirrorTable:
+    """What each publisher holds: live on a terminal, and once at the end."""
+
+    def __init__(
+        self,
+        subscribers: "dict[str, KVEventSubscriber]",
+        limit: int | None,
+        group: int | None,
+        medium: str | None,
+    ) -> None:
+        self.has_enough = False
+        self._mirror = PrefixMirror()
+        self._subscribers = subscribers
+        self._limit = limit
+        self._group = group
+        self._medium = None if medium is None else medium.upper()
+        self._num_batches = 0
+        self._console = Console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        for endpoint in subscribers:
+            self._mirror.add_publisher(endpoint)
+
+    def __enter__(self) -> "MirrorTable":
+        if self._live is not None:
+            self._live.start()
+            self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is None:
+            self._console.print(self.make_table())
+        else:
+            self.refresh()
+            self._live.stop()
+
+    def take(self, endpoint: str, item: StreamItem) -> None:
+        apply_item(self._mirror, item, endpoint)
+        self._num_batches += isinstance(item, ReceivedBatch)
+        self.has_enough = self._num_batches == self._limit
+
+    def refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self.make_table(), refresh=True)
+
+    def make_table(self) -> Table:
+        table = Table(title="what publishers hold")
+        for name in ("publisher", "holds"):
+            table.add_column(name)
+        for name in ("batches", "stored", "removed", "clears", "lost", "snapshots", "restarts"):
+            table.add_column(name, justify="right")
+        table.add_column("now")
+        for endpoint, subscriber in self._subscribers.items():
+            counts = self._mirror.counts_of(endpoint)
+            stats = subscriber.stats()
+            places = Counter(
+                (group, medium)
+                for group, medium, _ in self._mirror.state_of(endpoint)
+                if self._group in (None, group) and self._medium in (None, medium)
+            )
+            holds = [f"{count:,} in group {place[0]} {place[1]}" for place, count in sorted(places.items())]
+            if stats.is_silent:
+                now = "silent"
+            elif stats.is_recovering:
+                now = "asking for what was missed"
+            else:
+                now = "following" if stats.num_connections else "not connected"
+            table.add_row(
+                endpoint,
+                "\n".join(holds) or "nothing",
+                f"{stats.counts.num_batches:,}",
+                f"{counts.num_stored:,}",
+                f"{counts.num_removed:,}",
+                f"{counts.num_clears:,}",
+                f"{stats.counts.num_lost:,}",
+                f"{stats.counts.num_snapshots:,}",
+                f"{stats.counts.num_restarts:,}",
+                now,
+            )
+        return table

@@ -1,0 +1,467 @@
+"""`Continuity`: from numbered batches, live and replayed, to a stream without silent holes.
+
+```text
+            live = expected                      replayed = expected
+           +---------+                            +---------+
+           v         |   gap, restart, reconnect  v         |
+       following ----+---------------------> recovering ----+
+           ^                                   |   live batches are held meanwhile
+           +------- end marker, then held -----+
+```
+
+What numbers cannot tell, bytes do: a request begins with the last batch that was taken, and only the same
+life of the publisher has the same bytes for it. A live batch that was replayed already is known by its bytes,
+too, so that any other number below the expected one is a new life. No sockets and no clock in here.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from kv_pool.core.kv_events import AllBlocksCleared
+from kv_pool.errors import EventStreamError
+from kv_pool.events.batch import DecodedBatch, decode_batch
+
+_MAX_FINGERPRINTS = 100_000
+_HEAD_BYTES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedBatch:
+    """The next batch of the stream.
+
+    Attributes:
+        sequence: its number; one more than that of the batch before, unless an item between says otherwise.
+        batch: what it says.
+        is_replayed: it came on request, not live.
+    """
+
+    sequence: int
+    batch: DecodedBatch
+    is_replayed: bool = False
+
+    @property
+    def is_reset(self) -> bool:
+        """It begins with a clear: whatever was missed before does not matter for the state after it."""
+        events = self.batch.events
+        return bool(events) and isinstance(events[0], AllBlocksCleared)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesLost:
+    """Batches `first` to `last` will not come.
+
+    Attributes:
+        is_healed: the next item is a snapshot, or another batch that begins with a clear: events are
+            missing, the state is not.
+    """
+
+    first: int
+    last: int
+    is_healed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherRestarted:
+    """What comes next is a new life of the publisher: nothing it said before holds any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherSilent:
+    """Nothing came for so long, and a request, where one is possible, was not answered. Said once."""
+
+    num_seconds: float
+
+
+StreamItem = ReceivedBatch | BatchesLost | PublisherRestarted | PublisherSilent
+
+
+@dataclass(eq=False, slots=True)
+class ReplayRequest:
+    """What to ask the publisher for; each is a new object.
+
+    Attributes:
+        start: the first sequence wanted.
+        is_overlapping: `start` is the last batch that was taken, wanted for its bytes.
+        deadline: when to give it up, by the caller's clock; moves on with each reply.
+        is_probe: asked because of silence.
+    """
+
+    start: int
+    is_overlapping: bool
+    deadline: float
+    is_probe: bool = False
+    num_replies: int = 0
+
+
+@dataclass(slots=True)
+class ContinuityCounts:
+    """What happened so far.
+
+    Attributes:
+        num_batches: handed on, live or replayed.
+        num_replayed: of these, those that came on request.
+        num_lost: batches that will not come and that no snapshot made up for.
+        num_skipped: numbers that a snapshot stands for.
+        num_snapshots: batches beginning with a clear that came on request out of turn.
+        num_duplicates: batches that came again, live after replayed.
+        num_stale: live batches of a life that was over already.
+        num_malformed: payloads that are no batch; each is lost, too.
+        num_dropped_events: events of unknown types, or malformed, in batches that were handed on.
+        num_restarts: new lives of the publisher.
+        num_requests, num_timeouts: replays asked for, and those not answered in time.
+        num_silences: times that nothing came for too long.
+    """
+
+    num_batches: int = 0
+    num_replayed: int = 0
+    num_lost: int = 0
+    num_skipped: int = 0
+    num_snapshots: int = 0
+    num_duplicates: int = 0
+    num_stale: int = 0
+    num_malformed: int = 0
+    num_dropped_events: int = 0
+    num_restarts: int = 0
+    num_requests: int = 0
+    num_timeouts: int = 0
+    num_silences: int = 0
+
+
+class Continuity:
+    """Puts batches in order, says what to ask for, and names what is lost.
+
+    Each `take_*` is told the time and returns what to hand on, in order. After it, `request` is what should
+    be asked of the publisher: a new object means a new request, on a new connection, so that late replies to
+    the one before are not taken for its own; None means none. `deadline` is when `take_time` wants to be
+    called.
+
+    Args:
+        can_replay: there is someone to ask. If not, each gap is a loss.
+        now: the time, in seconds of any clock that only goes forward.
+        replay_timeout_s: without a reply for so long a request is repeated.
+        max_attempts: after so many requests in a row without one batch gained, what is missing is lost.
+        silence_after_s: without any sign of life for so long, the publisher is asked, then called silent.
+            None for publishers that may have nothing to say.
+        max_held: live batches kept during a replay; beyond that the oldest go, since the replay has them.
+        settle_s: so long after a connection was made, if nothing has come live by then, the publisher is
+            asked once more: ZeroMQ's publishers learn of a subscription a moment later, and a batch sent in
+            between reaches nobody. None for no such request.
+
+    Memory: at most `max_held` payloads, and a fingerprint each of 100 000 replayed batches.
+    """
+
+    def __init__(
+        self,
+        can_replay: bool,
+        now: float,
+        replay_timeout_s: float = 5.0,
+        max_attempts: int = 3,
+        silence_after_s: float | None = None,
+        max_held: int = 10_000,
+        settle_s: float | None = 0.25,
+    ) -> None:
+        self.can_replay = can_replay
+        self.replay_timeout_s = replay_timeout_s
+        self.max_attempts = max_attempts
+        self.silence_after_s = silence_after_s
+        self.request: ReplayRequest | None = None
+        self.is_silent = False
+        self._counts = ContinuityCounts()
+        self._held: deque[tuple[int, bytes]] = deque(maxlen=max_held)
+        self._last_life = now
+        self._num_fruitless = 0
+        self._was_connected = False
+        self._settle_s = settle_s
+        self._settled_at: float | None = None
+        # The connection was lost: it is not known yet whether this is still the same life.
+        self._is_doubtful = False
+        self._expected: int | None = None
+        self._last_fingerprint: int | None = None
+        self._last_live: int | None = None
+        # Replayed batches that may still come live, by their bytes.
+        self._replayed: dict[int, int] = {}
+        # A replayed batch's number: live batches up to there are in a snapshot, or were called lost.
+        self._passed: int | None = None
+        if can_replay:
+            self._let_settle(now)
+            self._ask(now)
+
+    @property
+    def expected(self) -> int | None:
+        """The sequence of the next batch; None while nothing is known of the publisher."""
+        return self._expected
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `take_time` should be called if nothing comes before; None for never."""
+        if self.request is not None:
+            return self.request.deadline
+        times = [] if self._settled_at is None else [self._settled_at]
+        if self.silence_after_s is not None and not self.is_silent:
+            times.append(self._last_life + self.silence_after_s)
+        return min(times, default=None)
+
+    def counts(self) -> ContinuityCounts:
+        """A copy."""
+        return replace(self._counts)
+
+    # ---- what happens ----------------------------------------------------------------------------
+
+    def take_live(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
+        """A batch came live."""
+        self._note_life(now)
+        self._settled_at = None
+        if self.request is not None:
+            self._held.append((sequence, payload))
+            return []
+        return self._follow(sequence, payload, now)
+
+    def take_replayed(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
+        """A batch came in answer to `request`."""
+        request = self.request
+        if request is None:
+            return []
+        self._note_life(now)
+        request.deadline = now + self.replay_timeout_s
+        request.num_replies += 1
+        is_first = request.num_replies == 1
+        expected = self._expected
+        if sequence == expected and not (is_first and self._is_doubtful):
+            return self._hand_on(sequence, payload, True)
+        is_last_again = is_first and request.is_overlapping and sequence == request.start
+        if is_last_again and hash(payload) == self._last_fingerprint:
+            self._is_doubtful = False
+            return []
+        if is_snapshot(payload) and (is_first or (expected is not None and sequence > expected)):
+            return self._take_snapshot(sequence, payload)
+        if is_last_again or (is_first and self._is_doubtful and expected is not None):
+            return [self._begin_new_life(), *self._ask(now)]
+        if expected is not None and sequence < expected:
+            self._counts.num_duplicates += 1
+            return []
+        if is_first:  # no longer in the publisher's buffer, and no snapshot either
+            items: list[StreamItem] = []
+            if sequence > (expected or 0):
+                items.append(self._lose(expected or 0, sequence - 1))
+                # What came live from before it is lost, too: it might be of a life before.
+                self._passed = sequence
+            return items + self._hand_on(sequence, payload, True)
+        # A hole inside an answer: what came live may fill it. If not, it was dropped on the way, or is a
+        # number that was never sent; the next answer tells.
+        items = self._fill_from_held(sequence)
+        if self._expected == sequence:
+            return items + self._hand_on(sequence, payload, True)
+        return items + self._ask(now, is_overlapping=False)
+
+    def take_replay_end(self, now: float) -> list[StreamItem]:
+        """The answer to `request` is complete."""
+        request = self.request
+        if request is None:
+            return []
+        self._note_life(now)
+        self.request = None
+        is_empty = request.num_replies == 0 and self._expected is not None
+        if is_empty and (request.is_overlapping or self._is_doubtful):
+            # A publisher keeps at least its newest batch. This one never sent what we took last.
+            return [self._begin_new_life(), *self._ask(now)]
+        self._num_fruitless += 1  # until something is handed on
+        return self._follow_held(now)
+
+    def take_time(self, now: float) -> list[StreamItem]:
+        """Time passed. Call it at `deadline`; earlier or later does no harm."""
+        request = self.request
+        if request is None:
+            if self.deadline is None or now < self.deadline:
+                return []
+            if self._settled_at is not None and now >= self._settled_at:
+                self._settled_at = None
+                return self._ask(now)
+            if self.can_replay:
+                self._ask(now, is_probe=True)
+                return []
+            return [self._fall_silent(now)]
+        if now < request.deadline:
+            return []
+        self._counts.num_timeouts += 1
+        self._num_fruitless += 1
+        if self._num_fruitless < self.max_attempts:
+            return self._ask(now, is_overlapping=request.is_overlapping, is_probe=request.is_probe)
+        self.request = None
+        if request.is_probe and not self._held:
+            self._num_fruitless = 0
+            return [self._fall_silent(now)]
+        if self._is_doubtful and self._expected is not None:
+            # Nobody says that this is the same life, so nothing of it may be relied upon.
+            items = [self._begin_new_life()]
+            self._num_fruitless = self.max_attempts
+            return items + self._follow_held(now)
+        return self._follow_held(now)
+
+    def take_connected(self, now: float) -> list[StreamItem]:
+        """The live connection is there, or there again. Call it before taking what comes over it.
+
+        A first time needs no more than the request that was made at the start. After that there may be a new
+        life at the other end: until an answer has shown the last batch again, or said that it is gone, what
+        comes live waits. What waited before is forgotten: it may be of the old life, and the answer has it
+        if it is not.
+        """
+        if not self.can_replay:
+            return []
+        self._let_settle(now)
+        is_first = not self._was_connected
+        self._was_connected = True
+        if is_first and self.request is not None:
+            return []
+        self._is_doubtful = not is_first
+        self._num_fruitless = 0
+        self._held.clear()
+        return self._ask(now)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _follow_held(self, now: float) -> list[StreamItem]:
+        items: list[StreamItem] = []
+        while self._held and self.request is None:
+            sequence, payload = self._held.popleft()
+            items += self._follow(sequence, payload, now, has_waited=True)
+        if self.request is None:
+            self._num_fruitless = 0
+        return items
+
+    def _follow(
+        self, sequence: int, payload: bytes, now: float, has_waited: bool = False
+    ) -> list[StreamItem]:
+        """A live batch, and no request under way; or not any more, if it has waited for the answer."""
+        expected = self._expected
+        if expected is None:
+            return self._hand_on_or_recover(0, sequence, payload, now)
+        if sequence >= expected:
+            return self._hand_on_or_recover(expected, sequence, payload, now)
+        replayed = self._replayed.get(sequence)
+        if has_waited and replayed not in (None, hash(payload)):
+            self._counts.num_stale += 1  # the publisher, asked later, sent something else under this number
+            return []
+        is_known = replayed == hash(payload) or self._is_passed(sequence)
+        self._last_live = sequence
+        if is_known:
+            self._counts.num_duplicates += 1
+            return []
+        return [self._begin_new_life(), *self._hand_on_or_recover(0, sequence, payload, now)]
+
+    def _hand_on_or_recover(self, first: int, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
+        """A live batch when the one that should come is `first`, which is not after it."""
+        items: list[StreamItem] = []
+        if sequence > first:
+            if self.can_replay and self._num_fruitless < min(self.max_attempts, 2):
+                self._held.appendleft((sequence, payload))
+                return self._ask(now)
+            items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
+        items += self._hand_on(sequence, payload, False)
+        self._last_live = sequence
+        self._replayed.clear()
+        self._passed = None
+        return items
+
+    def _hand_on(self, sequence: int, payload: bytes, is_replayed: bool) -> list[StreamItem]:
+        self._expected = sequence + 1
+        self._last_fingerprint = hash(payload)
+        self._num_fruitless = 0
+        if is_replayed:
+            if len(self._replayed) >= _MAX_FINGERPRINTS:
+                del self._replayed[next(iter(self._replayed))]
+            self._replayed[sequence] = hash(payload)
+        try:
+            batch = decode_batch(payload)
+        except EventStreamError:
+            self._counts.num_malformed += 1
+            return [self._lose(sequence, sequence)]
+        self._counts.num_batches += 1
+        self._counts.num_replayed += is_replayed
+        self._counts.num_dropped_events += batch.num_dropped
+        return [ReceivedBatch(sequence, batch, is_replayed)]
+
+    def _take_snapshot(self, sequence: int, payload: bytes) -> list[StreamItem]:
+        """A batch that stands for everything up to its number, and comes where another should have."""
+        items: list[StreamItem] = []
+        first = self._expected or 0
+        if sequence > first:
+            items.append(self._lose(first, sequence - 1, is_healed=True))
+        items += self._hand_on(sequence, payload, True)
+        self._is_doubtful = False
+        self._last_fingerprint = None  # not what the publisher has under this number
+        self._replayed.clear()
+        self._passed = sequence
+        self._counts.num_snapshots += 1
+        return items
+
+    def _fill_from_held(self, end: int) -> list[StreamItem]:
+        """Hand on what came live and is next, up to `end`, not included."""
+        items: list[StreamItem] = []
+        while self._held and self._expected is not None:
+            sequence, payload = self._held[0]
+            if sequence > self._expected or sequence >= end:
+                break
+            if sequence == self._expected:
+                items += self._hand_on(sequence, payload, False)
+            elif self._replayed.get(sequence) != hash(payload) and not self._is_passed(sequence):
+                break
+            self._held.popleft()
+            self._last_live = sequence
+        return items
+
+    def _is_passed(self, sequence: int) -> bool:
+        """Was this live batch sent before what was replayed? Over one connection numbers only grow."""
+        if self._passed is None or sequence > self._passed:
+            return False
+        return self._last_live is None or sequence > self._last_live
+
+    def _begin_new_life(self) -> StreamItem:
+        self._expected = None
+        self._last_fingerprint = None
+        self._is_doubtful = False
+        self._last_live = None
+        self._replayed.clear()
+        self._passed = None
+        self._num_fruitless = 0
+        self._counts.num_restarts += 1
+        return PublisherRestarted()
+
+    def _lose(self, first: int, last: int, is_healed: bool = False) -> StreamItem:
+        if is_healed:
+            self._counts.num_skipped += last - first + 1
+        else:
+            self._counts.num_lost += last - first + 1
+        return BatchesLost(first, last, is_healed)
+
+    def _ask(self, now: float, is_overlapping: bool = True, is_probe: bool = False) -> list[StreamItem]:
+        """Ask for what should come next, beginning with the last batch that was taken if overlapping."""
+        is_overlapping = is_overlapping and bool(self._expected) and self._last_fingerprint is not None
+        start = (self._expected or 0) - is_overlapping
+        self.request = ReplayRequest(start, is_overlapping, now + self.replay_timeout_s, is_probe)
+        self._counts.num_requests += 1
+        return []
+
+    def _let_settle(self, now: float) -> None:
+        self._settled_at = None if self._settle_s is None else now + self._settle_s
+
+    def _note_life(self, now: float) -> None:
+        self._last_life = now
+        self.is_silent = False
+
+    def _fall_silent(self, now: float) -> StreamItem:
+        self.is_silent = True
+        self._counts.num_silences += 1
+        return PublisherSilent(now - self._last_life)
+
+
+def is_snapshot(payload: bytes) -> bool:
+    """Does a batch begin with a clear? What comes before it does not matter then for the state after it.
+
+    Told by its first bytes, since snapshots can be large: a clear has no fields, so its name stands right
+    behind the time and the number of events, and no event is short enough for a second one to stand there.
+    """
+    return b"AllBlocksCleared" in payload[:_HEAD_BYTES]

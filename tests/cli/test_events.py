@@ -1,0 +1,172 @@
+"""`kv-pool events` as a user runs it, beside a publisher in this process."""
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+from cli.kv_pool_command import kv_pool_command
+from events.living_pool import LivingPool
+from events.pool_map import pool_map
+
+from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
+from kv_pool.cli.event_lines import LineFilter, make_lines
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.events.batch import DecodedBatch
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.continuity import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
+from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState
+
+STORED = BlockStored([255, 1], 7, list(range(8)), 4, None, "GPU", "sql", group_idx=1)
+REMOVED = BlockRemoved([b"\0" * 31 + b"\2"], "CPU")
+
+
+@pytest.fixture
+def publisher():
+    config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    with ZMQEventPublisher(config, StreamState()) as publisher:
+        yield publisher
+
+
+def texts(item, **chosen):
+    return [line.text for line in make_lines(item, LineFilter(**chosen))]
+
+
+def batch(*events):
+    return ReceivedBatch(12, DecodedBatch(1.5, list(events), 0))
+
+
+def test_a_line_says_what_happened():
+    assert texts(batch(STORED, REMOVED, AllBlocksCleared())) == [
+        "      12 stored      2 blocks 00000000000000ff  after 0000000000000007  "
+        "tokens 0 1 2 3 4 5 … (8)  adapter sql  group 1 GPU",
+        "      12 removed     1 block  0000000000000002  group 0 CPU",
+        "      12 cleared ",
+    ]
+    assert texts(BatchesLost(3, 5)) == ["       3 lost     to 5, 3 batches, for good"]
+    assert texts(BatchesLost(3, 5, True)) == ["       3 lost     to 5, 3 batches, a snapshot follows"]
+    assert texts(PublisherRestarted()) == ["         restarted"]
+    assert texts(PublisherSilent(2.04)) == ["         silent   for 2.0 s"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kinds"),
+    [
+        ({}, ["stored", "removed", "cleared"]),
+        ({"kind": "removed"}, ["removed"]),
+        ({"group": 1}, ["stored", "cleared"]),
+        ({"medium": "cpu"}, ["removed", "cleared"]),
+        ({"kind": "stored", "group": 0}, []),
+    ],
+)
+def test_lines_are_chosen(chosen, kinds):
+    lines = make_lines(batch(STORED, REMOVED, AllBlocksCleared()), LineFilter(**chosen))
+    assert [line.kind for line in lines] == kinds
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(InvalidArgumentError, match="one of stored, removed, cleared"):
+        LineFilter(kind="store")
+
+
+def test_the_stream_is_printed(publisher, tmp_path):
+    life = LivingPool()
+    for _ in range(4):
+        publisher.publish(life.step())
+    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+    done = kv_pool_command("events", *places, "--limit", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("       0 stored ")
+    assert lines[0].endswith("group 0 GPU")
+
+
+def test_the_stream_is_printed_as_json(publisher, tmp_path):
+    publisher.publish([STORED, REMOVED])
+    publisher.publish([AllBlocksCleared()])
+    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+    done = kv_pool_command("events", *places, "--json", "--limit", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["kind"] == "stored"
+    assert (first["sequence"], first["block_hashes"], first["parent_block_hash"]) == (0, [255, 1], 7)
+    assert (second["kind"], second["block_hashes"]) == ("removed", [2])
+
+
+def test_the_mirror_shows_what_is_held(publisher, tmp_path):
+    life = LivingPool()
+    for _ in range(30):
+        publisher.publish(life.step())
+    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+    done = kv_pool_command("events", *places, "--mirror", "--limit", "30", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(pool_map(life.pool))} in group 0 GPU" in done.stdout
+    assert publisher.endpoint in done.stdout
+
+
+def test_ctrl_c_ends_it_without_a_word(publisher):
+    publisher.publish([STORED])
+    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint]
+    running = subprocess.Popen(
+        [*command, "--replay", publisher.replay_endpoint],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    with running:
+        assert "stored" in running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        rest, complaints = running.communicate(timeout=20)
+    assert (running.returncode, rest, complaints) == (0, "", "")
+
+
+@pytest.mark.parametrize("options", [[], ["--mirror"]])
+def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
+    publisher.publish([STORED])
+    near, far = pty.openpty()
+    command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
+    running = subprocess.Popen(
+        [*command, "--replay", publisher.replay_endpoint],
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
+        stdout=far,
+        stderr=subprocess.PIPE,
+    )
+    os.close(far)
+    awaited = [b"2 in group 1 GPU"] if options else [b"\x1b[32m", b"batches", b"/s"]
+    shown = b""
+    with running:
+        while not all(text in shown for text in awaited):
+            assert select.select([near], [], [], 20)[0], shown
+            shown += os.read(near, 65536)
+        running.send_signal(signal.SIGINT)
+        # Read on, or it waits for the terminal; the end of it is an error on Linux.
+        with contextlib.suppress(OSError):
+            while os.read(near, 65536):
+                pass
+        assert running.wait(20) == 0
+        assert running.stderr.read() == b""
+    os.close(near)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("localhost:5557", "tcp://host:port"),
+        ("tcp://127.0.0.1:1 --kind moved", "one of stored, removed, cleared"),
+        ("tcp://127.0.0.1:1 tcp://127.0.0.1:2 --replay tcp://127.0.0.1:3", "one for each, or none"),
+        ("tcp://127.0.0.1:1 --mirror --json", "--mirror shows a table"),
+    ],
+)
+def test_what_can_not_be_meant_is_one_line(tmp_path, arguments, message):
+    done = kv_pool_command("events", *arguments.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,662 @@
+"""Every fault of a stream, without sockets: what is handed on, what is asked for, what is called lost.
+
+A batch is written as its life and number, `a3`: the publisher's life a, sequence 3. `S7` is a snapshot.
+"""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kv_pool import AllBlocksCleared, BlockRemoved
+from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
+from kv_pool.events.continuity import (
+    BatchesLost,
+    Continuity,
+    PublisherRestarted,
+    PublisherSilent,
+    ReceivedBatch,
+    is_snapshot,
+)
+
+
+def payload_of(name, ts=None):
+    """Bytes that differ between lives; `S` begins with a clear."""
+    sequence = int(name[1:])
+    events = [AllBlocksCleared()] if name[0] in "ST" else [BlockRemoved([ord(name[0])], "GPU")]
+    return encode_batch(KVEventBatch(float(sequence) if ts is None else ts, events, 0))
+
+
+class Stream:
+    """A machine on a clock that the test turns, and its items as short words."""
+
+    def __init__(self, can_replay=True, **options):
+        self.now = 100.0
+        options = {"settle_s": None, **options}
+        self.machine = Continuity(can_replay, self.now, **options)
+        self.last_request = None
+
+    def live(self, *names, ts=None):
+        return self.words(
+            item
+            for name in names
+            for item in self.machine.take_live(int(name[1:]), payload_of(name, ts), self.now)
+        )
+
+    def replay(self, *names, ts=None):
+        """An answer; `end` is its marker."""
+        items = []
+        for name in names:
+            if name == "end":
+                items += self.machine.take_replay_end(self.now)
+            else:
+                items += self.machine.take_replayed(int(name[1:]), payload_of(name, ts), self.now)
+        return self.words(items)
+
+    def wait(self, seconds):
+        self.now += seconds
+        return self.words(self.machine.take_time(self.now))
+
+    def asked(self):
+        """Where the new request starts; None if there is no new one."""
+        request = self.machine.request
+        if request is None or request is self.last_request:
+            return None
+        self.last_request = request
+        return request.start
+
+    def words(self, items):
+        return " ".join(self.word(item) for item in items)
+
+    def word(self, item):
+        match item:
+            case ReceivedBatch():
+                name = (
+                    "S" if item.is_reset else chr(item.batch.events[0].block_hashes[0])
+                ) + f"{item.sequence}"
+                return name + ("r" if item.is_replayed else "")
+            case BatchesLost(first, last, is_healed):
+                return f"{'skipped' if is_healed else 'lost'}:{first}-{last}"
+            case PublisherRestarted():
+                return "restarted"
+            case PublisherSilent(seconds):
+                return f"silent:{seconds:g}"
+
+
+def started(*names, ts=None, **options):
+    """A stream that has begun from an answer of these batches."""
+    stream = Stream(**options)
+    assert stream.asked() == 0
+    stream.machine.take_connected(stream.now)
+    stream.replay(*names, "end", ts=ts)
+    assert stream.asked() is None
+    return stream
+
+
+# ---- the beginning -------------------------------------------------------------------------------
+
+
+def test_the_beginning_is_asked_for_at_once():
+    stream = Stream()
+    assert stream.asked() == 0
+    assert stream.replay("a0", "a1", "end") == "a0r a1r"
+    assert stream.live("a2", "a3") == "a2 a3"
+    assert stream.asked() is None
+
+
+def test_live_batches_wait_for_the_answer_and_come_once():
+    stream = Stream()
+    assert stream.live("a1", "a2", "a3") == ""
+    assert stream.replay("a0", "a1", "a2") == "a0r a1r a2r"
+    assert stream.replay("end") == "a3"
+    assert stream.machine.counts().num_duplicates == 2
+
+
+def test_live_batches_that_were_replayed_may_also_come_after_the_answer():
+    stream = started("a0", "a1", "a2")
+    assert stream.live("a1", "a2", "a3") == "a3"
+    assert stream.machine.counts().num_restarts == 0
+
+
+def test_a_late_start_is_answered_short():
+    stream = Stream()
+    assert stream.live("a9") == ""
+    assert stream.replay("a6", "a7", "a8", "a9", "end") == "lost:0-5 a6r a7r a8r a9r"
+    assert stream.machine.counts().num_lost == 6
+
+
+def test_a_late_start_is_answered_with_a_snapshot():
+    stream = Stream()
+    assert stream.live("a8", "a9") == ""
+    assert stream.replay("S8", ts=99.0) == "skipped:0-7 S8r"
+    assert stream.replay("a9", "end") == "a9r"
+    assert stream.live("a10") == "a10"
+    counts = stream.machine.counts()
+    assert (counts.num_lost, counts.num_skipped, counts.num_snapshots, counts.num_restarts) == (0, 8, 1, 0)
+
+
+def test_live_batches_that_are_in_the_snapshot_are_passed_over_when_they_come_later():
+    stream = started("S8", ts=99.0)
+    assert stream.live("a7", "a8", ts=98.0) == ""
+    assert stream.live("a9") == "a9"
+
+
+def test_a_restart_right_after_a_snapshot_is_told_by_falling_numbers():
+    stream = started("S8", ts=99.0)
+    assert stream.live("a8", ts=98.0) == ""
+    assert stream.live("b0", ts=98.0) == "restarted b0"
+
+
+def test_an_idle_publisher_answers_with_the_end_alone():
+    stream = started()
+    assert stream.live("a0") == "a0"
+
+
+def test_batches_between_an_empty_answer_and_the_first_live_one_are_asked_for():
+    stream = started()
+    assert stream.live("a3") == ""
+    assert stream.asked() == 0
+    assert stream.replay("a0", "a1", "a2", "a3", "end") == "a0r a1r a2r a3r"
+
+
+def test_a_publisher_that_has_nothing_to_replay_is_asked_twice():
+    stream = Stream()
+    assert stream.live("a3") == ""
+    assert stream.replay("end") == ""
+    assert (stream.asked(), stream.replay("end")) == (0, "lost:0-2 a3")
+    assert stream.live("a4") == "a4"
+
+
+def test_batches_between_the_answer_and_the_subscription_are_asked_for_though_none_follows():
+    """A publisher learns of a subscription a moment after the connection; what it sends before is lost."""
+    stream = started("a0", settle_s=0.25)
+    assert stream.wait(0.25) == ""
+    assert stream.asked() == 0
+    assert stream.replay("a0", "a1", "a2", "end") == "a1r a2r"
+    assert stream.machine.deadline is None
+
+
+def test_a_live_batch_shows_that_the_subscription_is_known():
+    stream = started("a0", settle_s=0.25)
+    assert stream.live("a1") == "a1"
+    assert stream.machine.deadline is None
+
+
+def test_without_a_replay_endpoint_a_late_start_is_a_loss():
+    stream = Stream(can_replay=False)
+    assert stream.asked() is None
+    assert stream.live("a5", "a6") == "lost:0-4 a5 a6"
+
+
+def test_the_beginning_of_a_clock_based_stream_is_a_snapshot_below_its_first_number():
+    stream = started("S999")
+    assert stream.live("a1000") == "a1000"
+
+
+# ---- gaps ----------------------------------------------------------------------------------------
+
+
+def test_a_gap_is_filled_beginning_with_the_last_batch():
+    stream = started("a0", "a1", "a2")
+    assert stream.live("a5", "a6") == ""
+    assert stream.asked() == 2
+    assert stream.replay("a2", "a3", "a4", "a5", "a6", "end") == "a3r a4r a5r a6r"
+    assert stream.live("a7") == "a7"
+    assert stream.machine.counts().num_lost == 0
+
+
+def test_a_gap_is_filled_though_the_last_batch_is_gone():
+    stream = started("a0", "a1", "a2")
+    stream.live("a5")
+    assert stream.replay("a3", "a4", "a5", "end") == "a3r a4r a5r"
+
+
+def test_a_gap_is_answered_short():
+    stream = started("a0")
+    stream.live("a5", "a6")
+    assert stream.replay("a4", "a5", "end") == "lost:1-3 a4r a5r a6"
+
+
+def test_a_gap_is_answered_with_a_snapshot():
+    stream = started("a0")
+    assert stream.live("a5") == ""
+    assert stream.asked() == 0
+    assert stream.replay("S7", "end", ts=99.0) == "skipped:1-6 S7r"
+    assert stream.live("a6", "a7", ts=98.0) == ""
+    assert stream.live("a8") == "a8"
+    assert stream.asked() is None
+
+
+def test_without_a_replay_endpoint_a_gap_is_a_loss():
+    stream = Stream(can_replay=False)
+    assert stream.live("a0", "a3", "a4") == "a0 lost:1-2 a3 a4"
+
+
+def test_without_a_replay_endpoint_a_clear_heals_a_gap():
+    stream = Stream(can_replay=False)
+    assert stream.live("a0", "S3", "a4") == "a0 skipped:1-2 S3 a4"
+
+
+def test_gaps_between_batches_that_waited_are_filled_in_turn():
+    stream = started("a0")
+    stream.live("a2")
+    assert stream.asked() == 0
+    stream.live("a4", "a6")
+    assert stream.replay("a0", "a1", "a2", "end") == "a1r a2r"
+    assert stream.asked() == 2
+    assert stream.replay("a2", "a3", "a4", "a5", "end") == "a3r a4r a5r a6"
+    assert stream.asked() is None
+
+
+def test_a_hole_in_an_answer_is_asked_for_once_more_and_filled():
+    stream = started("a0")
+    stream.live("a5")
+    assert stream.asked() == 0
+    assert stream.replay("a0", "a1", "a3") == "a1r"
+    assert stream.asked() == 2
+    assert stream.replay("a2", "a3", "a4", "a5", "end") == "a2r a3r a4r a5r"
+
+
+def test_a_hole_in_an_answer_is_filled_by_what_came_live():
+    """The publisher's buffer moved on while it answered with a snapshot."""
+    stream = started("a0")
+    stream.live("a2", "a3", "a4", "a5")
+    assert stream.asked() == 0
+    assert stream.replay("S3") == "skipped:1-2 S3r"
+    assert stream.replay("a5") == "a4 a5r"
+    assert stream.replay("end") == ""
+    assert stream.asked() is None
+
+
+def test_a_hole_that_is_there_again_is_a_loss():
+    """A batch that could not be encoded leaves one for good."""
+    stream = started("a0")
+    stream.live("a4")
+    stream.asked()
+    assert stream.replay("a0", "a1", "a3") == "a1r"
+    assert stream.asked() == 2
+    assert stream.replay("a3", "a4", "end") == "lost:2-2 a3r a4r"
+
+
+def test_a_hole_before_a_batch_that_begins_with_a_clear_is_healed():
+    stream = started("a0")
+    stream.live("a3")
+    assert stream.replay("a0", "S2", "a3", "end") == "skipped:1-1 S2r a3r"
+
+
+def test_an_answer_without_its_end_is_asked_for_again_from_where_it_broke_off():
+    stream = started("a0", replay_timeout_s=5)
+    stream.live("a9")
+    assert stream.asked() == 0
+    stream.now += 4
+    assert stream.replay("a0", "a1", "a2") == "a1r a2r"
+    assert stream.wait(4) == ""
+    assert stream.asked() is None
+    assert stream.wait(1) == ""
+    assert stream.asked() == 2
+    assert stream.replay("a2", *[f"a{n}" for n in range(3, 10)], "end") == " ".join(
+        f"a{n}r" for n in range(3, 10)
+    )
+
+
+def test_a_request_that_is_never_answered_is_given_up():
+    stream = started("a0", replay_timeout_s=5, max_attempts=3)
+    stream.live("a4", "a5")
+    for _ in range(2):
+        assert stream.asked() == 0
+        assert stream.wait(5) == ""
+    assert stream.asked() == 0
+    assert stream.wait(5) == "lost:1-3 a4 a5"
+    assert stream.asked() is None
+    assert stream.machine.counts().num_timeouts == 3
+    # The next gap is asked for again.
+    stream.live("a8")
+    assert stream.asked() == 5
+
+
+def test_what_waits_is_bounded_and_what_was_dropped_is_asked_for():
+    stream = Stream(max_held=3)
+    stream.asked()
+    stream.live(*[f"a{n}" for n in range(1, 10)])
+    assert stream.machine.num_held == 3
+    assert stream.replay("a0", "a1", "end") == "a0r a1r"
+    assert stream.asked() == 1
+    assert stream.machine.num_held == 3
+    assert stream.replay(*[f"a{n}" for n in range(1, 9)], "end") == (
+        " ".join(f"a{n}r" for n in range(2, 9)) + " a9"
+    )
+
+
+# ---- restarts ------------------------------------------------------------------------------------
+
+
+def test_a_restart_at_0_is_noticed():
+    stream = started("a0", "a1", "a2")
+    assert stream.live("b0", "b1") == "restarted b0 b1"
+    assert stream.asked() is None
+
+
+def test_a_restart_is_noticed_though_its_first_batches_were_missed():
+    stream = started(*[f"a{n}" for n in range(8)])
+    assert stream.live("b2", "b3") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay("b0", "b1", "b2", "b3", "end") == "b0r b1r b2r b3r"
+
+
+def test_a_restart_whose_numbers_have_passed_the_old_ones_is_noticed():
+    """Numbers alone would call this a gap, and keep the blocks of the life before."""
+    stream = started("a0", "a1", "a2")
+    assert stream.live("b7") == ""
+    assert stream.asked() == 2
+    assert stream.replay("b2") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay(*[f"b{n}" for n in range(8)], "end") == " ".join(f"b{n}r" for n in range(8))
+
+
+def test_a_restart_with_numbers_by_the_clock_is_healed_by_a_snapshot():
+    stream = started("a10")
+    assert stream.live("b1000") == ""
+    assert stream.asked() == 10
+    assert stream.replay("S1000", "end", ts=1001.0) == "skipped:11-999 S1000r"
+    assert stream.live("b1001") == "b1001"
+
+
+def test_after_a_reconnect_an_idle_new_life_is_noticed():
+    stream = started("a0", "a1")
+    stream.machine.take_connected(stream.now)
+    assert stream.asked() == 1
+    assert stream.replay("end") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay("end") == ""
+    assert stream.live("b0") == "b0"
+
+
+def test_after_a_reconnect_the_same_life_goes_on():
+    stream = started("a0", "a1")
+    stream.machine.take_connected(stream.now)
+    assert stream.replay("a1", "a2", "end") == "a2r"
+    assert stream.live("a3") == "a3"
+    assert stream.machine.counts().num_restarts == 0
+
+
+def test_a_reconnect_during_a_request_makes_a_new_one_and_what_waited_is_forgotten():
+    stream = started("a0")
+    stream.live("a2")
+    assert stream.asked() == 0
+    stream.machine.take_connected(stream.now)
+    assert stream.asked() == 0
+    assert stream.replay("b0") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay("b0", "b1", "end") == "b0r b1r"
+    assert stream.asked() is None
+
+
+def test_after_a_reconnect_an_answer_without_the_last_batch_may_be_of_a_new_life():
+    stream = started("a0", "a1")
+    stream.machine.take_connected(stream.now)
+    assert stream.asked() == 1
+    assert stream.replay("b2") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay("b2", "b3", "end") == "lost:0-1 b2r b3r"
+
+
+def test_after_a_reconnect_that_nobody_explains_nothing_is_relied_upon():
+    stream = started("a0", "a1", replay_timeout_s=5, max_attempts=2)
+    stream.machine.take_connected(stream.now)
+    assert stream.live("b2", "b3") == ""
+    assert stream.wait(5) == ""
+    assert stream.wait(5) == "restarted lost:0-1 b2 b3"
+    assert stream.machine.request is None
+
+
+def test_whoever_connects_late_is_asked_late():
+    stream = Stream(replay_timeout_s=5, max_attempts=1)
+    stream.asked()
+    assert stream.wait(5) == ""
+    assert stream.asked() is None
+    stream.machine.take_connected(stream.now)
+    assert stream.asked() == 0
+
+
+def test_the_first_connection_asks_nothing_more():
+    stream = Stream()
+    assert stream.asked() == 0
+    stream.machine.take_connected(stream.now)
+    assert stream.replay("a0", "a1", "end") == "a0r a1r"
+    assert stream.replay("a1", "end") == ""
+    assert stream.asked() is None
+
+
+def test_after_a_snapshot_the_next_request_begins_behind_it():
+    """What the publisher has under the snapshot's number is a batch, with other bytes."""
+    stream = started("S8")
+    stream.live("a10")
+    assert stream.asked() == 9
+    assert stream.replay("a9", "a10", "end") == "a9r a10r"
+
+
+def test_a_reconnect_right_after_a_snapshot_takes_another():
+    """Nothing is known yet that only this life has."""
+    stream = started("S8")
+    stream.machine.take_connected(stream.now)
+    assert stream.asked() == 9
+    assert stream.replay("a9") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay("S9", "end") == "skipped:0-8 S9r"
+
+
+def test_a_live_batch_of_an_earlier_life_is_passed_over_when_the_answer_has_another():
+    stream = Stream()
+    stream.live("a1", "b0")
+    assert stream.replay("b0", "b1", "end") == "b0r b1r"
+    assert stream.asked() is None
+    assert stream.machine.counts().num_stale == 1
+
+
+def test_a_restart_during_a_request_ends_in_the_new_life():
+    stream = started("a0", "a1")
+    stream.live("a5", "b0", "b1")
+    assert stream.asked() == 1
+    assert stream.replay("b1") == "restarted"
+    assert stream.asked() == 0
+    words = stream.replay("b0", "b1", "end")
+    assert words.startswith("b0r b1r")
+    # a5 is taken for a gap in the new life, until the numbers fall
+    assert stream.asked() == 1
+    assert stream.replay("b1", "end") == "lost:2-4 a5 restarted b0 b1"
+
+
+def test_without_a_replay_endpoint_a_restart_that_was_missed_in_part_is_named():
+    stream = Stream(can_replay=False)
+    assert stream.live("a0", "a1", "a2", "b1") == "a0 a1 a2 restarted lost:0-0 b1"
+
+
+# ---- silence -------------------------------------------------------------------------------------
+
+
+def test_silence_is_asked_about_before_it_is_told():
+    stream = started("a0", silence_after_s=10, replay_timeout_s=5, max_attempts=2)
+    assert stream.wait(9) == ""
+    assert stream.wait(1) == ""
+    assert stream.asked() == 0
+    assert stream.replay("a0", "end") == ""  # it lives
+    stream.wait(10)
+    assert stream.asked() == 0
+    assert stream.wait(5) == ""
+    assert stream.asked() == 0
+    assert stream.wait(5) == "silent:20"
+    assert stream.machine.is_silent
+    assert stream.machine.deadline is None
+    assert stream.wait(1000) == ""
+    assert stream.live("a1") == "a1"
+    assert not stream.machine.is_silent
+
+
+def test_batches_lost_at_the_end_show_when_the_silence_is_asked_about():
+    stream = started("a0", silence_after_s=10)
+    stream.wait(10)
+    assert stream.replay("a0", "a1", "a2", "end") == "a1r a2r"
+
+
+def test_without_a_replay_endpoint_silence_is_told_at_once():
+    stream = Stream(can_replay=False, silence_after_s=10)
+    assert stream.live("a0") == "a0"
+    assert stream.machine.deadline == 110
+    assert stream.wait(10) == "silent:10"
+    assert stream.machine.counts().num_silences == 1
+
+
+def test_heartbeats_are_life():
+    stream = Stream(can_replay=False, silence_after_s=10)
+    for sequence in range(5):
+        stream.machine.take_live(sequence, encode_batch(KVEventBatch(0.0, [], 0)), stream.now)
+        assert stream.wait(9) == ""
+
+
+def test_by_default_silence_is_nothing():
+    assert started("a0").machine.deadline is None
+
+
+def test_a_live_batch_during_the_question_ends_the_silence():
+    stream = started("a0", silence_after_s=10, replay_timeout_s=5, max_attempts=1)
+    stream.wait(10)
+    stream.live("a1")
+    assert stream.wait(5) == "a1"
+    assert not stream.machine.is_silent
+
+
+# ---- what is no batch ----------------------------------------------------------------------------
+
+
+def test_a_malformed_batch_is_counted_and_lost_and_the_stream_goes_on():
+    stream = started("a0")
+    items = stream.machine.take_live(1, b"\xc1 rubbish", stream.now)
+    assert stream.words(items) == "lost:1-1"
+    assert stream.live("a2") == "a2"
+    assert stream.machine.counts().num_malformed == 1
+
+
+def test_a_malformed_batch_in_an_answer_is_counted_and_lost():
+    stream = Stream()
+    assert stream.replay("a0") == "a0r"
+    assert stream.words(stream.machine.take_replayed(1, b"", stream.now)) == "lost:1-1"
+    assert stream.replay("a2", "end") == "a2r"
+
+
+def test_answers_that_nobody_asked_for_are_passed_over():
+    stream = started("a0")
+    assert stream.replay("a7", "end") == ""
+    assert stream.live("a1") == "a1"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([AllBlocksCleared()], True),
+        ([AllBlocksCleared()] * 70_000, True),
+        ([AllBlocksCleared(), BlockRemoved([1], "GPU")], True),
+        ([], False),
+        ([BlockRemoved([], None), AllBlocksCleared()], False),
+        ([BlockRemoved([1], "GPU")], False),
+    ],
+)
+@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
+def test_a_snapshot_is_told_by_its_first_bytes(events, expected, encode):
+    assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected
+
+
+# ---- anything ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_snapshots", [True, False])
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.sampled_from(
+            ["send"] * 6 + ["drop"] * 3 + ["restart", "clock", "answer", "cut", "time", "connect"]
+        ),
+        max_size=60,
+    ),
+    capacity=st.integers(1, 8),
+)
+def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(has_snapshots, steps, capacity):
+    """A publisher of numbers with a small buffer; a reader that obeys the items has them all, or was told."""
+    words = {"R": "restart", "C": "clock", "A": "answer", "P": "part", "T": "time", "L": "live again"}
+    steps = [words.get(step, step) for step in steps]
+    life, sequence, sent = 0, 0, []  # this life's batches as (sequence, payload)
+    stream = Stream(silence_after_s=10, settle_s=1)
+    machine = stream.machine
+    machine.take_connected(stream.now)
+    held, is_whole = [], True
+
+    def read(items):
+        nonlocal held, is_whole
+        for item in items:
+            match item:
+                case ReceivedBatch():
+                    if item.is_reset:
+                        held, is_whole = list(item.batch.events[1].block_hashes), True
+                    else:
+                        held.extend(item.batch.events[0].block_hashes)
+                case BatchesLost(is_healed=False):
+                    is_whole = False
+                case PublisherRestarted():
+                    held, is_whole = [], True
+
+    def encode(*events):
+        nonlocal clock
+        clock += 1
+        return encode_batch(KVEventBatch(float(clock), list(events), 0))
+
+    def number_of(life, one):
+        return life * 10_000 + one % 1000
+
+    def answer(whole):
+        request = machine.request
+        buffer = sent[-capacity:]
+        kept = [one for one in buffer if one[0] >= request.start]
+        is_gone = sequence > request.start and (not kept or kept[0][0] != request.start)
+        if has_snapshots and is_gone:
+            everything = [number_of(life, one) for one, _ in sent]
+            snapshot = encode(AllBlocksCleared(), BlockRemoved(everything, "GPU"))
+            kept = [(sequence - 1, snapshot)]
+        for one, payload in kept if whole else kept[: len(kept) // 2]:
+            if machine.request is not request:
+                return
+            read(machine.take_replayed(one, payload, stream.now))
+        if whole and machine.request is request:
+            read(machine.take_replay_end(stream.now))
+
+    clock = 0
+    for step in [*steps, "settle"]:
+        stream.now += 0.01
+        if step in ("send", "drop", "settle"):
+            payload = encode(BlockRemoved([number_of(life, sequence)], "GPU"))
+            sent.append((sequence, payload))
+            if step != "drop":
+                read(machine.take_live(sequence, payload, stream.now))
+            sequence += 1
+        elif step in ("restart", "clock"):
+            life += 1
+            sequence = 0 if step == "restart" else sequence + 1000
+            if step == "clock" and not has_snapshots:
+                sequence = 0  # numbers by the clock need snapshots
+            sent = []
+            read(machine.take_connected(stream.now))
+        elif step in ("answer", "part") and machine.request is not None:
+            answer(step == "answer")
+        elif step == "time" and machine.deadline is not None:
+            stream.now = machine.deadline
+            read(machine.take_time(stream.now))
+        elif step == "live again":
+            read(machine.take_connected(stream.now))
+    for _ in range(50):
+        if machine.request is None:
+            break
+        answer(True)
+    assert machine.request is None
+    assert machine.expected == sequence
+    if is_whole:
+        # Nothing missing, nothing twice, nothing of a life before.
+        assert held == [number_of(life, one) for one, _ in sent]
+    else:
+        assert not has_snapshots or not machine.can_replay or machine.counts().num_lost

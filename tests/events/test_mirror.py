@@ -1,0 +1,383 @@
+"""What a mirror answers, and what it does with events that do not fit together."""
+
+import threading
+
+import pytest
+from events.pool_map import pool_map
+
+from kv_pool import (
+    AllBlocksCleared,
+    BlockHasher,
+    BlockPool,
+    BlockRemoved,
+    BlockStored,
+    InvalidArgumentError,
+    InvalidTypeError,
+    KVCacheManager,
+    LoRARequest,
+    Request,
+)
+from kv_pool.core.kv_events import BlockReported
+from kv_pool.events.mirror import PrefixMirror
+
+
+def stored(*hashes, parent=None, tokens=None, block_size=4, medium="GPU", lora=None, **more):
+    """A store of blocks whose tokens are those of their number, unless others are given."""
+    if tokens is None:
+        tokens = [number for one in hashes for number in [abs(hash(one)) % 1000] * block_size]
+    return BlockStored(list(hashes), parent, tokens, block_size, None, medium, lora, **more)
+
+
+def removed(*hashes, medium="GPU", **more):
+    return BlockRemoved(list(hashes), medium, **more)
+
+
+def make_mirror(**publishers):
+    mirror = PrefixMirror(learns_tokens=True)
+    for name, events in publishers.items():
+        mirror.apply(name, events)
+    return mirror
+
+
+# ---- prefixes by hash ----------------------------------------------------------------------------
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_not_held():
+    mirror = make_mirror(a=[stored(1, 2, 3, 4)], b=[stored(1, 2)], c=[stored(2, 3)], d=[stored(1), stored(3)])
+    assert mirror.find_prefix([1, 2, 3, 9]) == {"a": 3, "b": 2, "d": 1}
+    assert mirror.find_best([1, 2, 3]) == ("a", 3)
+
+
+@pytest.mark.parametrize("hashes", [[], [9], [9, 1]])
+def test_nobody_holds_the_first_block(hashes):
+    mirror = make_mirror(a=[stored(1)])
+    assert mirror.find_prefix(hashes) == {}
+    assert mirror.find_best(hashes) is None
+
+
+def test_of_equals_the_publisher_known_longest_is_best():
+    mirror = make_mirror(z=[stored(1)], a=[stored(1)])
+    assert mirror.find_best([1]) == ("z", 1)
+
+
+def test_a_mirror_without_publishers_answers():
+    assert PrefixMirror().find_prefix([1]) == {}
+    assert PrefixMirror().publisher_ids == []
+
+
+def test_hashes_may_be_signed_or_bytes_on_either_side():
+    digest = bytes(24) + b"\xff" * 7 + b"\x05"
+    mirror = make_mirror(unsigned=[stored(2**64 - 251)], signed=[stored(-251)], long=[stored(digest)])
+    everyone = {"unsigned": 1, "signed": 1, "long": 1}
+    assert mirror.find_prefix([2**64 - 251]) == everyone
+    assert mirror.find_prefix([-251]) == everyone
+    assert mirror.find_prefix([digest]) == everyone
+    mirror.apply("unsigned", [removed(digest)])
+    assert mirror.find_prefix([digest]) == {"signed": 1, "long": 1}
+
+
+@pytest.mark.parametrize("wrong", ["1", None, ("a",)])
+def test_what_is_no_hash_is_refused(wrong):
+    mirror = make_mirror(a=[stored(1)])
+    with pytest.raises(InvalidTypeError, match="hashes are ints or bytes"):
+        mirror.find_prefix([wrong])
+
+
+def test_what_is_no_event_is_refused_after_those_before_it():
+    mirror = PrefixMirror()
+    with pytest.raises(InvalidTypeError, match="a str is no event"):
+        mirror.apply("a", [stored(1), "BlockStored", stored(2)])
+    assert mirror.state_of("a") == {(0, "GPU", 1)}
+
+
+def test_many_publishers():
+    mirror = PrefixMirror()
+    for number in range(100):
+        mirror.apply(f"p{number}", [stored(*range(number + 1))])
+    assert mirror.find_prefix(range(100)) == {f"p{number}": number + 1 for number in range(100)}
+
+
+# ---- groups and media ----------------------------------------------------------------------------
+
+
+def test_a_prefix_may_lie_in_several_media_and_be_asked_for_in_one():
+    mirror = make_mirror(a=[stored(1, 2), stored(3, parent=2, medium="CPU"), stored(1, medium="cpu")])
+    assert mirror.find_prefix([1, 2, 3]) == {"a": 3}
+    assert mirror.find_prefix([1, 2, 3], medium="GPU") == {"a": 2}
+    assert mirror.find_prefix([1, 2, 3], medium="cpu") == {"a": 1}
+    assert mirror.find_prefix([1, 2, 3], medium="STORAGE") == {}
+    assert mirror.state_of("a") == {(0, "GPU", 1), (0, "GPU", 2), (0, "CPU", 3), (0, "CPU", 1)}
+    assert mirror.count_blocks("a") == 4
+
+
+def test_no_medium_is_gpu_and_no_group_is_group_0():
+    mirror = make_mirror(a=[stored(1, medium=None), stored(2, group_idx=0)])
+    assert mirror.find_prefix([1, 2], group=0, medium="GPU") == {"a": 2}
+    mirror.apply("a", [removed(2, medium=None), removed(1, group_idx=0)])
+    assert mirror.state_of("a") == set()
+
+
+def test_a_removal_in_one_medium_leaves_the_other():
+    mirror = make_mirror(a=[stored(1), stored(1, medium="CPU"), removed(1)])
+    assert mirror.find_prefix([1], medium="GPU") == {}
+    assert mirror.find_prefix([1]) == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "chunked_local_attention", "something_new"])
+def test_groups_that_are_no_prefix_are_kept_but_not_looked_up(kind):
+    mirror = make_mirror(a=[stored(1, 2, group_idx=0, kv_cache_spec_kind=kind)])
+    assert mirror.find_prefix([1, 2]) == {}
+    assert mirror.find_prefix([1, 2], group=0) == {}
+    assert mirror.state_of("a") == {(0, "GPU", 1), (0, "GPU", 2)}
+    mirror.apply("a", [removed(1, group_idx=0)])
+    assert mirror.state_of("a") == {(0, "GPU", 2)}
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
+def test_main_attention_in_any_group_is_looked_up(kind):
+    mirror = make_mirror(
+        a=[
+            stored(1, group_idx=0, kv_cache_spec_kind="sliding_window"),
+            stored(1, 2, group_idx=1, kv_cache_spec_kind=kind),
+        ]
+    )
+    assert mirror.find_prefix([1, 2]) == {"a": 2}
+    assert mirror.find_prefix([1, 2], group=1) == {"a": 2}
+    assert mirror.find_prefix([1, 2], group=0) == {}
+
+
+def test_a_group_without_a_kind_is_looked_up_once_the_kind_is_known():
+    mirror = make_mirror(a=[stored(1, tokens=[1, 2, 3, 4], group_idx=3)])
+    assert mirror.find_prefix([1]) == mirror.find_prefix_of_tokens([1, 2, 3, 4]) == {}
+    mirror.apply("a", [stored(2, parent=1, group_idx=3, kv_cache_spec_kind="full_attention")])
+    assert mirror.find_prefix([1, 2]) == {"a": 2}
+    assert mirror.find_prefix_of_tokens([1, 2, 3, 4]) == {"a": 4}
+    mirror.apply("a", [stored(3, parent=2, group_idx=3, kv_cache_spec_kind="sliding_window")])
+    assert mirror.find_prefix([1, 2]) == mirror.find_prefix_of_tokens([1, 2, 3, 4]) == {}
+    assert mirror.count_blocks("a") == 3
+
+
+def test_events_about_blocks_elsewhere_are_left_out():
+    mirror = make_mirror(a=[stored(1, locality="LOCAL"), stored(2, locality="REMOTE")])
+    mirror.apply("a", [removed(1, locality="REMOTE")])
+    assert mirror.state_of("a") == {(0, "GPU", 1)}
+    assert mirror.counts_of("a").num_remote == 2
+
+
+# ---- copies, clears, publishers ------------------------------------------------------------------
+
+
+def test_copies_are_counted_where_the_publisher_announces_each():
+    mirror = PrefixMirror()
+    mirror.add_publisher("each copy", counts_copies=True)
+    for name in ("each copy", "first and last"):
+        mirror.apply(name, [stored(1), stored(1), stored(1), removed(1)])
+    assert mirror.find_prefix([1]) == {"each copy": 1}
+    mirror.apply("each copy", [removed(1)])
+    assert mirror.find_prefix([1]) == {"each copy": 1}
+    mirror.apply("each copy", [removed(1), removed(1)])
+    assert mirror.find_prefix([1]) == {}
+    counts = mirror.counts_of("each copy")
+    assert (counts.num_stored, counts.num_stored_again, counts.num_removed) == (1, 2, 1)
+    assert counts.num_removed_unknown == 1
+
+
+def test_a_report_of_a_hit_is_no_copy():
+    mirror = PrefixMirror(counts_copies=True)
+    mirror.apply("a", [stored(1), BlockReported([1], None, [1] * 4, 4, None, "GPU", None), removed(1)])
+    assert mirror.state_of("a") == set()
+
+
+def test_counting_starts_anew_after_a_clear():
+    mirror = PrefixMirror(counts_copies=True)
+    mirror.apply("a", [stored(1), stored(1), AllBlocksCleared(), stored(1), removed(1)])
+    assert mirror.state_of("a") == set()
+
+
+def test_a_clear_concerns_one_publisher_and_all_its_media():
+    mirror = make_mirror(a=[stored(1), stored(1, medium="CPU")], b=[stored(1)])
+    mirror.apply("a", [AllBlocksCleared(), stored(2)])
+    assert mirror.state_of("a") == {(0, "GPU", 2)}
+    assert mirror.find_prefix([1]) == {"b": 1}
+    assert mirror.counts_of("a").num_clears == 1
+
+
+def test_a_publisher_can_be_cleared_and_removed():
+    mirror = make_mirror(a=[stored(1)], b=[stored(1)])
+    mirror.clear_publisher("a")
+    assert mirror.find_prefix([1]) == {"b": 1}
+    assert mirror.publisher_ids == ["a", "b"]
+    mirror.remove_publisher("b")
+    mirror.remove_publisher("nobody")
+    mirror.clear_publisher("nobody")
+    assert mirror.publisher_ids == ["a"]
+    mirror.apply("c", [stored(1)])  # takes the place of b
+    assert mirror.find_prefix([1]) == {"c": 1}
+    assert mirror.state_of("b") == set()
+    assert mirror.count_blocks("b") == 0
+    with pytest.raises(InvalidArgumentError, match="no publisher 'b'"):
+        mirror.counts_of("b")
+
+
+def test_nothing_is_left_of_blocks_that_are_gone():
+    mirror = make_mirror(a=[stored(1, 2)], b=[stored(1, 2)])
+    mirror.apply("a", [removed(2), removed(1)])
+    mirror.apply("b", [AllBlocksCleared()])
+    for table in mirror._tables.values():
+        assert table.holders == {}
+        assert table.token_holders == {}
+
+
+# ---- prefixes by tokens --------------------------------------------------------------------------
+
+
+def test_tokens_are_found_whatever_the_engines_hash_with():
+    prompt = list(range(100, 112))
+    mirror = make_mirror(
+        a=[stored(7, 8, 9, tokens=prompt)],
+        b=[stored(b"x" * 32, tokens=prompt[:4]), stored(b"y" * 32, parent=b"x" * 32, tokens=[1, 2, 3, 4])],
+        wide=[stored(5, tokens=prompt[:8], block_size=8)],
+    )
+    assert mirror.find_prefix_of_tokens(prompt) == {"a": 12, "b": 4, "wide": 8}
+    assert mirror.find_prefix_of_tokens(prompt[:11]) == {"a": 8, "b": 4, "wide": 8}
+    assert mirror.find_prefix_of_tokens(prompt[1:]) == {}
+    mirror.apply("a", [removed(9), removed(8)])
+    assert mirror.find_prefix_of_tokens(prompt) == {"a": 4, "b": 4, "wide": 8}
+
+
+def test_adapter_and_extra_keys_tell_prompts_apart():
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    mirror = make_mirror(
+        plain=[stored(1, 2, tokens=prompt, extra_keys=[None, None])],
+        lora=[stored(3, 4, tokens=prompt, lora="sql", extra_keys=[("sql",), ("sql",)])],
+        salted=[stored(5, 6, tokens=prompt, extra_keys=[("tenant",), None])],
+        image=[stored(7, 8, tokens=prompt, extra_keys=[None, [["cat.png", -2]]])],
+    )
+    assert mirror.find_prefix_of_tokens(prompt) == {"plain": 8, "image": 4}
+    assert mirror.find_prefix_of_tokens(prompt, "sql") == {"lora": 8}
+    assert mirror.find_prefix_of_tokens(prompt, "sql", [("sql",), ("sql",)]) == {"lora": 8}
+    assert mirror.find_prefix_of_tokens(prompt, extra_keys=[("tenant",)]) == {"salted": 8}
+    image = [None, [("cat.png", -2)]]
+    assert mirror.find_prefix_of_tokens(prompt, extra_keys=image) == {"image": 8, "plain": 4}
+
+
+def test_blocks_behind_an_unknown_parent_or_with_tokens_of_others_are_found_by_hash_only():
+    mirror = make_mirror(
+        a=[
+            stored(2, parent=1, tokens=[5, 6, 7, 8]),
+            stored(8, 9, tokens=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),  # a hole in the span
+            stored(10, tokens=[1, 2, 3, -1]),  # a placeholder
+        ]
+    )
+    assert mirror.find_prefix([2]) == {"a": 1}
+    assert mirror.find_prefix([8, 9]) == {"a": 2}
+    assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {}
+    assert mirror.counts_of("a").num_unknown_parents == 1
+    # Told again with a parent that is known, the block is placed.
+    mirror.apply("a", [stored(1, 2, tokens=[1, 2, 3, 4, 5, 6, 7, 8])])
+    assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 8}
+    mirror.apply("a", [removed(2)])
+    assert mirror.find_prefix_of_tokens([1, 2, 3, 4, 5, 6, 7, 8]) == {"a": 4}
+
+
+def test_a_block_that_moves_to_another_medium_without_tokens_keeps_its_place():
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    mirror = make_mirror(a=[stored(1, 2, tokens=prompt)])
+    mirror.apply("a", [stored(1, 2, tokens=[], block_size=0, medium="CPU"), removed(1), removed(2)])
+    assert mirror.find_prefix_of_tokens(prompt) == {"a": 8}
+    mirror.apply("a", [stored(3, parent=2, tokens=[9, 9, 9, 9])])  # the parent is on the other medium
+    assert mirror.find_prefix_of_tokens([*prompt, 9, 9, 9, 9]) == {"a": 12}
+
+
+def test_a_prompt_under_two_hashes_is_held_until_both_are_gone():
+    prompt = [1, 2, 3, 4]
+    ahead = [stored(10 + token, tokens=prompt, lookahead_token_ids=[[token]]) for token in (5, 6)]
+    mirror = make_mirror(a=[*ahead, removed(15)])
+    assert mirror.find_prefix_of_tokens(prompt) == {"a": 4}
+    mirror.apply("a", [removed(16)])
+    assert mirror.find_prefix_of_tokens(prompt) == {}
+
+
+def test_tokens_need_a_mirror_that_learns_them():
+    with pytest.raises(InvalidArgumentError, match="learns_tokens=True"):
+        PrefixMirror().find_prefix_of_tokens([1])
+
+
+def test_tokens_that_are_none_are_refused():
+    mirror = make_mirror(a=[stored(1)])
+    with pytest.raises(InvalidArgumentError, match="token 3 is -1"):
+        mirror.find_prefix_of_tokens([1, 2, 3, -1])
+
+
+def test_lookups_run_while_other_threads_apply():
+    mirror = PrefixMirror(learns_tokens=True)
+    prompt = list(range(40))
+    mirror.apply("still", [stored(*range(1, 11), tokens=prompt)])
+    failures = []
+    done = threading.Event()
+
+    def change(name):
+        for round_number in range(150):
+            mirror.apply(name, [stored(*range(1, 11), tokens=prompt), stored(round_number + 100)])
+            mirror.apply(name, [removed(*range(10, 0, -1))])
+            if round_number % 10 == 0:
+                mirror.remove_publisher(name)
+
+    def look_up():
+        while not done.is_set():
+            for found, all_of_it in (
+                (mirror.find_prefix(range(1, 11)), 10),
+                (mirror.find_prefix_of_tokens(prompt), 40),
+            ):
+                if found.get("still") != all_of_it or not all(found.values()):
+                    failures.append(found)
+
+    looking = threading.Thread(target=look_up)
+    changing = [threading.Thread(target=change, args=(f"p{number}",)) for number in range(3)]
+    looking.start()
+    for thread in changing:
+        thread.start()
+    for thread in changing:
+        thread.join()
+    done.set()
+    looking.join()
+    assert failures == []
+    assert mirror.state_of("still") == {(0, "GPU", one) for one in range(1, 11)}
+
+
+# ---- a pool's own events -------------------------------------------------------------------------
+
+
+def test_the_mirror_of_a_pool_is_its_map_and_its_hasher_finds_prompts():
+    pool = BlockPool(9, True, 4, enable_kv_cache_events=True)
+    manager = KVCacheManager(pool)
+    hasher = BlockHasher("sha256_cbor", block_size=4)
+    mirror = PrefixMirror(learns_tokens=True, counts_copies=True)
+    adapter = LoRARequest(1, "sql", "/adapters/sql")
+    prompts = [range(14), [*range(8), 70, 71, 72, 73], range(100, 120), range(14)]
+    for number, prompt in enumerate(prompts):
+        lora = adapter if number == 1 else None
+        request = Request(f"r{number}", prompt, hasher, lora_request=lora, cache_salt="s" if lora else None)
+        assert manager.allocate_slots(request, request.num_tokens) is not None
+        manager.free(request)
+        mirror.apply("pool", manager.take_events())
+        assert mirror.state_of("pool") == pool_map(pool)
+    assert mirror.find_prefix(hasher.hash_blocks(list(range(14)))) == {"pool": 3}
+    assert mirror.find_prefix_of_tokens(range(14)) == {"pool": 12}
+    pool.reset_prefix_cache()
+    mirror.apply("pool", manager.take_events())
+    assert mirror.state_of("pool") == pool_map(pool) == set()
+
+
+def test_a_second_copy_of_a_block_keeps_it_in_the_mirror():
+    """vLLM's pools announce copies one by one (vLLM #55092)."""
+    pool = BlockPool(4, True, 4, enable_kv_cache_events=True)
+    mirror = PrefixMirror(counts_copies=True)
+    hasher = BlockHasher(block_size=4)
+    first, second = (Request(name, [1, 2, 3, 4], hasher) for name in "ab")
+    blocks = pool.get_new_blocks(2)
+    for request, block in zip((first, second), blocks, strict=True):
+        pool.cache_full_blocks(request, [block], 0, 1, 4, 0)
+    pool.evict_blocks({blocks[0].block_id})
+    mirror.apply("pool", pool.take_events())
+    assert mirror.state_of("pool") == pool_map(pool) != set()

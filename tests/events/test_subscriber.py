@@ -1,0 +1,482 @@
+"""The subscriber over real sockets on loopback: our publisher, and a raw one as vLLM's behaves."""
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+import zmq
+from events.living_pool import LivingPool
+from events.pool_map import pool_map
+from events.wire_publisher import WirePublisher
+
+from kv_pool import AllBlocksCleared, InvalidArgumentError
+from kv_pool.errors import EndpointError
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.continuity import (
+    BatchesLost,
+    PublisherRestarted,
+    PublisherSilent,
+    ReceivedBatch,
+)
+from kv_pool.events.follow import apply_item, follow, follow_async
+from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState
+from kv_pool.events.subscriber import CurveKeys, KVEventSubscriber
+
+LIMIT_S = 20
+
+
+def subscribe(publisher, **options):
+    return KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, **options)
+
+
+def read_until(subscriber, is_done, on_item=lambda item: None):
+    """Items until `is_done()` after one of them, or none came for too long."""
+    items = []
+    give_up = time.monotonic() + LIMIT_S
+    while not is_done(items):
+        assert time.monotonic() < give_up, items[-5:]
+        for item in subscriber.poll(0.05):
+            items.append(item)
+            on_item(item)
+    return items
+
+
+def sequences(items):
+    return [item.sequence for item in items if isinstance(item, ReceivedBatch)]
+
+
+def losses(items):
+    return [item for item in items if isinstance(item, BatchesLost) and not item.is_healed]
+
+
+def has(sequence):
+    return lambda items: bool(items) and sequence in sequences(items)
+
+
+def join(subscriber, publisher):
+    """Publish until a batch comes live: subscribing takes ZeroMQ a moment."""
+    items = []
+    while not any(isinstance(item, ReceivedBatch) and not item.is_replayed for item in items):
+        publisher.publish([])
+        items += subscriber.poll(0.05)
+    if sequences(items)[-1] < publisher.sequence - 1:
+        items += read_until(subscriber, has(publisher.sequence - 1))
+    return items
+
+
+def wait_until_sent(publisher, num_batches):
+    give_up = time.monotonic() + LIMIT_S
+    never = threading.Event()
+    while publisher.statistics().num_batches_sent < num_batches:
+        assert time.monotonic() < give_up, publisher.statistics()
+        never.wait(0.005)
+
+
+def read_to_the_end(subscriber, publisher, num_batches, mirror):
+    """Everything that was published; all of it arrives, or a snapshot of it."""
+    wait_until_sent(publisher, num_batches)
+    end = publisher.statistics().last_sequence + 1
+    items = read_until(
+        subscriber,
+        lambda _: subscriber.stats().next_sequence == end and not subscriber.stats().is_recovering,
+        lambda item: apply_item(mirror, item, "pool"),
+    )
+    assert losses(items) == []
+    return items
+
+
+def our_publisher(**options):
+    config = PublisherConfig(
+        **{"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", **options}
+    )
+    return ZMQEventPublisher(config, StreamState())
+
+
+# ---- a publisher by the contract, as vLLM's behaves ----------------------------------------------
+
+
+def test_the_past_comes_by_replay_and_the_present_live():
+    with WirePublisher() as publisher:
+        for _ in range(3):
+            publisher.publish([])
+        with subscribe(publisher) as subscriber:
+            items = join(subscriber, publisher)
+            assert sequences(items) == list(range(len(items)))
+            assert [item.is_replayed for item in items[:3]] == [True] * 3
+            assert subscriber.stats().counts.num_lost == 0
+
+
+def test_a_dropped_batch_is_fetched():
+    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
+        read = len(join(subscriber, publisher))
+        publisher.publish([], is_dropped=True)
+        publisher.publish([], is_dropped=True)
+        publisher.publish([])
+        items = read_until(subscriber, has(read + 2))
+        assert sequences(items) == [read, read + 1, read + 2]
+        assert publisher.requests[-1] == read - 1  # beginning with the last batch that was taken
+
+
+def test_a_late_start_behind_a_small_buffer_is_called_a_loss():
+    with WirePublisher(buffer_steps=10) as publisher:
+        for _ in range(50):
+            publisher.publish([])
+        with subscribe(publisher) as subscriber:
+            items = read_until(subscriber, has(49))
+    assert items[0] == BatchesLost(0, 39)
+    assert sequences(items) == list(range(40, 50))
+
+
+def test_without_replay_each_gap_is_a_loss():
+    with WirePublisher() as publisher, KVEventSubscriber(publisher.endpoint) as subscriber:
+        read = sequences(join(subscriber, publisher))[-1] + 1
+        publisher.publish([], is_dropped=True)
+        publisher.publish([])
+        items = read_until(subscriber, has(read + 1))
+        assert items[0] == BatchesLost(read, read)
+
+
+def test_a_replay_that_loses_batches_itself_is_asked_again():
+    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
+        read = len(join(subscriber, publisher))
+        publisher.drops_from_replays = {read + 1}
+        for number in range(3):
+            publisher.publish([], is_dropped=number < 2)
+        items = read_until(subscriber, has(read + 2))
+        assert items[1] == BatchesLost(read + 1, read + 1)
+        assert sequences(items) == [read, read + 2]
+        assert publisher.requests[-2:] == [read - 1, read + 1]
+
+
+def test_a_replay_that_is_not_answered_is_given_up():
+    with WirePublisher() as publisher:
+        publisher.ignores_requests = True
+        with subscribe(publisher, replay_timeout_s=0.1, max_attempts=2) as subscriber:
+            read_until(subscriber, lambda _: subscriber.stats().counts.num_timeouts == 2)
+            items = join(subscriber, publisher)
+    assert isinstance(items[-1], ReceivedBatch)
+    assert subscriber.stats().counts.num_batches == len(sequences(items))
+
+
+def test_a_restart_is_noticed_and_the_new_life_read_from_its_start():
+    first = WirePublisher()
+    places = {"endpoint": first.endpoint, "replay_endpoint": first.replay_endpoint}
+    with subscribe(first) as subscriber:
+        join(subscriber, first)
+        first.close()
+        with WirePublisher(**places) as second:
+            second.ts += 1000
+            for _ in range(5):
+                second.publish([])
+            items = read_until(subscriber, has(4))
+            assert PublisherRestarted() in items
+            assert sequences(items) == [0, 1, 2, 3, 4]
+            assert losses(items) == []
+        assert subscriber.stats().num_connections == 2
+
+
+def test_malformed_messages_are_counted_and_not_fatal():
+    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
+        read = len(join(subscriber, publisher))
+        publisher.publish(None, payload=b"rubbish")
+        with publisher.lock:
+            publisher.live.send_multipart([b"", b"short", b""])
+            publisher.live.send_multipart([b"alone"])
+        publisher.publish([])
+        items = read_until(subscriber, has(read + 1))
+        assert items[0] == BatchesLost(read, read)
+        stats = subscriber.stats()
+        assert stats.counts.num_malformed == 1
+        assert stats.num_unreadable == 2
+
+
+def test_silence_is_visible():
+    with WirePublisher() as publisher:
+        options = {"silence_after_s": 0.2, "replay_timeout_s": 0.1, "max_attempts": 1}
+        with subscribe(publisher, **options) as subscriber:
+            join(subscriber, publisher)
+            publisher.ignores_requests = True
+            items = read_until(subscriber, bool)
+            assert isinstance(items[0], PublisherSilent)
+            assert subscriber.stats().is_silent
+            publisher.publish([])
+            read_until(subscriber, bool)
+            assert not subscriber.stats().is_silent
+
+
+def test_topics_are_filtered():
+    with WirePublisher() as publisher, KVEventSubscriber(publisher.endpoint, topic="kv@a") as subscriber:
+        items = []
+        while not items:
+            publisher.publish([], topic=b"kv@b")
+            publisher.publish([], topic=b"kv@a@model")
+            items = subscriber.poll(0.05)
+        # Each is odd: the even ones were of the other topic, and are missing here.
+        assert {sequence % 2 for sequence in sequences(items)} == {1}
+
+
+# ---- our publisher -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_sequence", ["zero", "clock"])
+def test_a_late_start_is_healed_by_one_snapshot(first_sequence):
+    life = LivingPool()
+    mirror = PrefixMirror(learns_tokens=True)
+    with our_publisher(buffer_steps=5, first_sequence=first_sequence) as publisher:
+        for _ in range(100):
+            publisher.publish(life.step())
+        wait_until_sent(publisher, 100)
+        with subscribe(publisher) as subscriber:
+            read_to_the_end(subscriber, publisher, 100, mirror)
+            assert mirror.state_of("pool") == pool_map(life.pool)
+            counts = subscriber.stats().counts
+            assert counts.num_snapshots == 1
+            assert counts.num_skipped > 0
+        assert publisher.statistics().num_snapshots == 1
+
+
+@pytest.mark.parametrize("first_sequence", ["zero", "clock"])
+def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
+    """A subscriber whose queue is small, killed and started again; a publisher killed and started again."""
+    rng = random.Random(first_sequence)
+    life = LivingPool()
+    mirror = PrefixMirror(learns_tokens=True)
+    options = {"buffer_steps": 20, "first_sequence": first_sequence}
+    publisher = our_publisher(**options)
+    places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    subscriber = subscribe(publisher)
+    num_published = 0
+    num_snapshots = 0
+    num_restarts = 0
+    for fault in range(1, 9):
+        for _ in range(rng.randrange(1, 60)):
+            publisher.publish(life.step())
+            num_published += 1
+        read_to_the_end(subscriber, publisher, num_published, mirror)
+        assert mirror.state_of("pool") == pool_map(life.pool)
+        if rng.random() < 0.5:
+            num_snapshots += subscriber.stats().counts.num_snapshots
+            subscriber.close()
+            subscriber = subscribe(publisher)
+            mirror.clear_publisher("pool")
+        else:
+            publisher.close()
+            life = LivingPool(seed=fault)
+            publisher = our_publisher(**options, **places)
+            num_published = 0
+            num_restarts += 1
+    publisher.publish(life.step())
+    read_to_the_end(subscriber, publisher, num_published + 1, mirror)
+    assert mirror.state_of("pool") == pool_map(life.pool)
+    # One for the start and each fault, and one more where a new publisher had sent more than its buffer holds
+    # between its answer and the moment that ZeroMQ knew of the subscription.
+    assert num_snapshots + subscriber.stats().counts.num_snapshots <= 1 + fault + num_restarts
+    subscriber.close()
+    publisher.close()
+
+
+class DroppingSocket:
+    """A PUB socket that loses some of what it is given."""
+
+    def __init__(self, real, rng, share):
+        self.real, self.rng, self.share = real, rng, share
+        self.num_dropped = 0
+
+    def send_multipart(self, frames, *args, **options):
+        if self.rng.random() < self.share:
+            self.num_dropped += 1
+            return None
+        return self.real.send_multipart(frames, *args, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+
+@pytest.mark.parametrize("buffer_steps", [10_000, 3])
+def test_with_one_live_batch_in_a_hundred_lost_the_mirror_is_the_pool(buffer_steps):
+    life = LivingPool()
+    mirror = PrefixMirror(learns_tokens=True)
+    with our_publisher(buffer_steps=buffer_steps) as publisher, subscribe(publisher) as subscriber:
+        dropping = DroppingSocket(publisher._sockets.live, random.Random(1), 0.01)
+        publisher._sockets.live = dropping
+        items = []
+
+        def note(item):
+            apply_item(mirror, item, "pool")
+
+        published = 0
+        while published < 2000:
+            publisher.publish(life.step())
+            published += 1
+            if published % 20 == 0:
+                for item in subscriber.poll():
+                    items.append(item)
+                    note(item)
+        wait_until_sent(publisher, published)
+        dropping.share = 0.0
+        publisher.publish(life.step())
+        items += read_to_the_end(subscriber, publisher, published + 1, mirror)
+        assert dropping.num_dropped > 5
+        assert losses(items) == []
+        assert mirror.state_of("pool") == pool_map(life.pool)
+        counts = subscriber.stats().counts
+        assert counts.num_snapshots <= dropping.num_dropped + 1
+        if buffer_steps == 10_000:
+            assert counts.num_snapshots == 0
+            assert sequences(items) == list(range(publisher.statistics().last_sequence + 1))
+
+
+def test_vllms_stream_is_followed_by_counting_copies():
+    """No state behind the publisher: copies are announced one by one, replays answered short."""
+    life = LivingPool()
+    mirror = PrefixMirror(counts_copies=True)
+    with WirePublisher() as publisher:
+        import msgspec
+
+        for number in range(300):
+            payload = msgspec.msgpack.encode([float(number), life.step(), 0])
+            publisher.publish(None, payload=payload, is_dropped=number % 50 == 7)
+        with subscribe(publisher) as subscriber:
+            read_until(subscriber, has(299), lambda item: apply_item(mirror, item, "pool"))
+        assert mirror.state_of("pool") == pool_map(life.pool)
+
+
+def test_a_loss_makes_the_mirror_forget_and_not_guess():
+    life = LivingPool()
+    mirror = PrefixMirror(counts_copies=True)
+    with WirePublisher(buffer_steps=5) as publisher:
+        import msgspec
+
+        for number in range(50):
+            publisher.publish(None, payload=msgspec.msgpack.encode([float(number), life.step(), 0]))
+        mirror.apply("pool", [AllBlocksCleared()])
+        with subscribe(publisher) as subscriber:
+            read_until(subscriber, has(49), lambda item: apply_item(mirror, item, "pool"))
+    assert mirror.state_of("pool") <= pool_map(life.pool)
+
+
+def test_heartbeats_show_that_the_last_batch_was_missed():
+    with our_publisher(heartbeat_s=0.05) as publisher, subscribe(publisher) as subscriber:
+        items = read_until(subscriber, lambda items: len(items) >= 3)
+        assert all(item.batch.events == [] for item in items)
+
+
+def test_an_encrypted_stream_is_read_with_keys_only(tmp_path):
+    import zmq.auth
+
+    _, secret_file = zmq.auth.create_certificates(tmp_path, "server")
+    server_public, _ = zmq.auth.load_certificate(secret_file)
+    keys = CurveKeys(server_public, *zmq.curve_keypair())
+    life = LivingPool()
+    with our_publisher(curve_secret_key_file=secret_file) as publisher:
+        publisher.publish(life.step())
+        with subscribe(publisher, curve=keys) as subscriber:
+            items = read_until(subscriber, has(0))
+            assert len(items) == 1
+        with subscribe(publisher) as stranger:
+            assert stranger.poll(0.2) == []
+
+
+# ---- iterating and closing -----------------------------------------------------------------------
+
+
+def test_a_for_loop_ends_when_another_thread_closes():
+    with WirePublisher() as publisher:
+        publisher.publish([])
+        subscriber = subscribe(publisher)
+        seen = []
+        got_one = threading.Event()
+
+        def loop():
+            for item in follow(PrefixMirror(), subscriber, "one"):
+                seen.append(item)
+                got_one.set()
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        assert got_one.wait(LIMIT_S)
+        subscriber.close()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+        assert sequences(seen) == [0]
+
+
+def test_an_async_loop_sees_the_same_stream_and_ends_when_it_is_closed():
+    async def run():
+        mirror = PrefixMirror()
+        with WirePublisher() as publisher, subscribe(publisher) as subscriber:
+            for _ in range(3):
+                publisher.publish([])
+            seen = []
+
+            async def read():
+                async for item in follow_async(mirror, subscriber, "one"):
+                    seen.append(item)
+                    if not item.is_replayed:
+                        return
+
+            async def publish():
+                while True:
+                    publisher.publish([])
+                    await asyncio.sleep(0.01)
+
+            publishing = asyncio.create_task(publish())
+            await asyncio.wait_for(read(), LIMIT_S)
+            publishing.cancel()
+            assert sequences(seen) == list(range(len(seen)))
+            assert mirror.counts_of("one").num_batches == len(seen)
+
+            async def read_on():
+                async for _ in subscriber:
+                    pass
+
+            reading = asyncio.create_task(read_on())
+            await asyncio.sleep(0)
+            subscriber.close()
+            await asyncio.wait_for(reading, LIMIT_S)
+
+    asyncio.run(run())
+
+
+def test_a_closed_subscriber_has_nothing_more():
+    with WirePublisher() as publisher:
+        subscriber = subscribe(publisher)
+        subscriber.close()
+        subscriber.close()
+        assert list(subscriber) == []
+        assert subscriber.poll(1) == []
+
+
+def test_nobody_is_there():
+    with KVEventSubscriber("tcp://127.0.0.1:1", "tcp://127.0.0.1:1") as subscriber:
+        assert subscriber.poll(0.05) == []
+        assert subscriber.stats().num_connections == 0
+
+
+def test_a_publisher_that_connects_finds_a_subscriber_that_binds():
+    context = zmq.Context()
+    with KVEventSubscriber("tcp://127.0.0.1:*", binds=True) as subscriber:
+        live = context.socket(zmq.PUB)
+        live.connect(subscriber.endpoint)
+        items = []
+        sequence = 0
+        while not items:
+            live.send_multipart([b"", sequence.to_bytes(8, "big"), b"\x93\xcb" + bytes(8) + b"\x90\x00"])
+            sequence += 1
+            items = subscriber.poll(0.05)
+        live.close(linger=0)
+    context.term()
+    assert isinstance(items[-1], ReceivedBatch)
+
+
+def test_what_can_not_be_an_endpoint_or_a_key_is_refused():
+    with pytest.raises(InvalidArgumentError, match="tcp://host:port"):
+        KVEventSubscriber("localhost:5557")
+    with pytest.raises(EndpointError, match="cannot connect to tcp://"):
+        KVEventSubscriber("tcp://127.0.0.1:*")
+    with pytest.raises(InvalidArgumentError, match="40 bytes of Z85"):
+        KVEventSubscriber("tcp://127.0.0.1:1", curve=CurveKeys(b"short", b"short", b"short"))
