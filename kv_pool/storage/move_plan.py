@@ -1,6 +1,7 @@
 """Plans of block moves, checked before a byte is touched."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +62,8 @@ def _read_pairs(moves: Moves) -> npt.NDArray[np.integer]:
     else:
         # Flattened first: NumPy takes a flat list of numbers five times faster than a list of pairs.
         try:
-            lengths = {len(move) for move in moves}
-            flat = np.array([block_id for move in moves for block_id in move] or np.empty(0, np.int64))
+            lengths = set(map(len, moves))
+            flat = np.array(list(chain.from_iterable(moves)) or np.empty(0, np.int64))
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(f"a plan is a list of BlockMove(source, target): {error}") from error
         if lengths - {2}:
