@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from adapter.made_pool import make
@@ -125,6 +127,23 @@ def test_what_cannot_be_served_is_one_line_and_status_2(folder, arguments, messa
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [((), 0, ""), (("--publish", "tcp://127.0.0.1:0"), 2, "needs pyzmq: pip install 'kv_pool[zmq]'")],
+)
+def test_pyzmq_is_needed_for_events_only(folder, options, status, message):
+    arguments = ["kv-pool", "serve", *SMALL, "--socket", "here.sock", "--duration", "0.1", *options]
+    code = (
+        f"import sys; sys.modules['zmq'] = None; sys.argv = {arguments!r}\n"
+        "from kv_pool.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == status
+    assert message in done.stderr
 
 
 def test_a_socket_that_is_served_already_is_one_line_and_status_2(folder):
