@@ -38,9 +38,9 @@ class ReplayServer:
     A reader that does not read holds up nobody, and costs a bounded amount of memory: sending never waits;
     what the socket has no room for is not sent; a second snapshot is sent when the first has been read.
 
-    When more batches than the buffer holds pass while a snapshot is taken, the answer ends with it: what comes
-    live goes on from there, or shows a gap, and the reader asks again. A gap inside the answer would be for
-    good: Dynamo's indexer applies what stands behind it, and does not ask for what is missing.
+    When more batches than the buffer holds pass while a snapshot is taken, the answer ends with it: what
+    comes live goes on from there, or shows a gap, and the reader asks again. A gap inside the answer would be
+    for good: Dynamo's indexer applies what stands behind it, and does not ask for what is missing.
 
     Args:
         socket: a ROUTER, used and in the end closed by the server's thread.

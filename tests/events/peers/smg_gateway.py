@@ -1,4 +1,4 @@
-"""SMG's relay, out of its wheel, in a gRPC server; and a gateway that does with its batches what SMG's does."""
+"""SMG's relay, out of its wheel, in a gRPC server; and a gateway that does with batches what SMG's does."""
 
 import asyncio
 import threading
@@ -95,13 +95,15 @@ class Gateway:
                     with self.lock:
                         self.clear()
                         self.last_sequence = None
-                        self.failures.append((error.code(), error.details()))
+                        self.failures.append((error.code().name, error.details()))
 
     def apply(self, batch):
         for event in batch.events:
             kind = event.WhichOneof("data")
             if kind == "stored":
-                parent = event.stored.parent_block_hash if event.stored.HasField("parent_block_hash") else None
+                parent = (
+                    event.stored.parent_block_hash if event.stored.HasField("parent_block_hash") else None
+                )
                 for block in event.stored.blocks:
                     self.copies[block.block_hash] = self.copies.get(block.block_hash, 0) + 1
                     self.blocks[parent, tuple(block.token_ids)] = block.block_hash

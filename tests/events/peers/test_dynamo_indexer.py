@@ -1,9 +1,6 @@
 """Dynamo's stand-alone indexer follows a pool: live, over gaps, from the middle on, and over restarts."""
 
 import pytest
-
-pytest.importorskip("dynamo.indexer")
-
 from events.deadlines import wait_for_equal, wait_until
 from events.made_publisher import make_publisher
 from events.peers.busy_pool import BusyPool
