@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
+from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"paged_generation.py"}
 SHOWN = [
@@ -73,10 +77,30 @@ def test_the_readme_shows_the_output_of_its_first_example():
     assert told.stdout == output
 
 
+def test_the_bytes_on_the_page_about_events_are_those_that_are_sent():
+    shown = []
+    for block in re.findall(r"```hex\n(.*?)```", EVENTS_README, re.DOTALL):
+        payload = bytes.fromhex("".join(re.findall(r"^(?:[0-9a-f]{2}(?: |$))+", block, re.MULTILINE)))
+        batch = decode_batch(payload)
+        assert (batch.num_dropped, batch.ts, batch.data_parallel_rank) == (0, 1700000000.5, 0)
+        assert encode_batch(KVEventBatch(batch.ts, batch.events, 0)) == payload
+        shown.append([type(event) for event in batch.events])
+    assert shown == [[BlockStored], [BlockRemoved] * 3, [AllBlocksCleared]]
+
+
+def test_the_readers_on_the_page_about_events_print_what_it_says():
+    guide = EVENTS_README.partition("\n## Reading it\n")[2]
+    code = "".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
+    output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_links_in_the_documents_lead_somewhere():
     for document in (
         ROOT / "README.md",
         ROOT / "kv_pool" / "README.md",
+        ROOT / "kv_pool" / "events" / "README.md",
         ROOT / "kv_pool" / "integrations" / "README.md",
         ROOT / "benchmarks" / "README.md",
     ):

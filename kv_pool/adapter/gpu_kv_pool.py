@@ -19,6 +19,7 @@ from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -64,7 +65,7 @@ class _Prefix:
     """What a pool reads of a request, where hashes are all that is known of it."""
 
     block_hashes: Sequence[BlockHash] = ()
-    all_token_ids: list[int] = field(default_factory=list)
+    all_token_ids: Sequence[int] = field(default_factory=list)
     lora_request: Any = None
     mm_features: None = None
     cache_salt: None = None
@@ -105,11 +106,12 @@ class GPUKVPool(KVPoolProtocol):
             then the request, or the batch, is tried once more.
         run_length: what `get_fragmentation_rate` is about.
         enable_caching: freed blocks keep their hashes until they are taken.
+        enable_kv_cache_events: note which blocks become cached and which are evicted, for `take_events`.
         clock: seconds, for `last_access_time` and the times in results.
 
     Attributes:
-        block_pool: the pool underneath, for its events, its prefix cache and its invariants. Blocks that are
-            taken there are nobody's here, and never move. Calls on it are not locked.
+        block_pool: the pool underneath, for its prefix cache and its invariants. Blocks that are taken there
+            are nobody's here, and never move. Calls on it are not locked.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -131,6 +133,7 @@ class GPUKVPool(KVPoolProtocol):
         migration_hook: Callable[[BlockAllocationRequest, int], object] | None = None,
         run_length: int = DEFAULT_RUN_LENGTH,
         enable_caching: bool = True,
+        enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(total_blocks, int) or total_blocks < 1:
@@ -147,7 +150,9 @@ class GPUKVPool(KVPoolProtocol):
         self.block_bytes = block_bytes if storage is None else storage.block_bytes
         self.reserved_blocks = reserved_blocks
         self.run_length = run_length
-        self.block_pool = RunBlockPool(total_blocks + 1, enable_caching, block_size)
+        self.block_pool = RunBlockPool(
+            total_blocks + 1, enable_caching, block_size, enable_kv_cache_events=enable_kv_cache_events
+        )
         self._storage = storage
         self._eviction_policy = eviction_policy
         self._on_evicted = on_evicted
@@ -288,15 +293,23 @@ class GPUKVPool(KVPoolProtocol):
 
     # ---- the prefix cache ------------------------------------------------------------------------
 
-    def cache_prefix(self, sequence_id: int, block_hashes: Sequence[BlockHash]) -> None:
+    def cache_prefix(
+        self,
+        sequence_id: int,
+        block_hashes: Sequence[BlockHash],
+        token_ids: Sequence[int] | None = None,
+    ) -> None:
         """Make the first `len(block_hashes)` blocks of a sequence findable by these hashes, head first.
 
-        Blocks that are cached already keep the hashes that they have. Events name no tokens: the pool knows
-        none.
+        Blocks that are cached already keep the hashes that they have.
 
+        Args:
+            token_ids: of these blocks, from the start of the sequence, and maybe more; for events. None:
+                events name no tokens, and readers that find blocks by tokens make nothing of them.
         Raises:
             UnknownSequenceError: it holds nothing.
-            InvalidArgumentError: it has fewer blocks. In both cases nothing has changed.
+            InvalidArgumentError: it has fewer blocks, or the tokens are too few for the hashes. In each case
+                nothing has changed.
         """
         with self._lock:
             blocks = list(self._find_sequence(sequence_id).blocks)
@@ -304,14 +317,33 @@ class GPUKVPool(KVPoolProtocol):
                 raise InvalidArgumentError(
                     f"{len(block_hashes)} hashes for the {len(blocks)} blocks of sequence {sequence_id}"
                 )
+            num_tokens = len(block_hashes) * self.block_size
+            if token_ids is not None and len(token_ids) < num_tokens:
+                raise InvalidArgumentError(
+                    f"{len(token_ids)} token ids for {len(block_hashes)} blocks of {self.block_size} tokens"
+                )
             num_cached = 0
             while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
                 num_cached += 1
             # A block may be cached behind one that is not: one that migrated here, say.
             is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
             self.block_pool.cache_full_blocks(
-                _Prefix(block_hashes), blocks, num_cached, len(block_hashes), self.block_size, 0, is_bare
+                _Prefix(block_hashes, token_ids or []),
+                blocks,
+                num_cached,
+                len(block_hashes),
+                self.block_size,
+                0,
+                is_bare,
             )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What became cached and what was evicted since the last call, oldest first; theirs who call.
+
+        Always [] without `enable_kv_cache_events`. With it, events pile up until they are taken.
+        """
+        with self._lock:
+            return self.block_pool.take_events()
 
     def claim_prefix(
         self, sequence_id: int, block_hashes: Sequence[BlockHash], priority: int = NORMAL

@@ -1,4 +1,4 @@
-"""Options that `replay` and `sweep` share, and the settings they make."""
+"""Options that sub-commands share, and the settings they make."""
 
 from typing import Annotated
 
@@ -12,6 +12,7 @@ from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 _ENGINE = "The engine the trace clock imagines"
 _MODEL = "Capacity as memory"
+EVENTS_PANEL = "Events"
 
 TraceArgument = Annotated[
     str,
@@ -52,6 +53,24 @@ Seed = Annotated[str, typer.Option(help="Seed of the block hashes, for traces of
 Runs = Annotated[bool, typer.Option("--runs", help="Prefer runs of consecutive block ids.")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Write everything, with provenance, to this file.")
+]
+Publish = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ENDPOINT",
+        help="Send the pool's events from here, such as tcp://127.0.0.1:5557, port 0 for a free one; "
+        "kv-pool events shows them. Token ids are those of the trace; where it has hash ids instead, an id "
+        "stands for each of its tokens, and 0 for generated ones.",
+        rich_help_panel=EVENTS_PANEL,
+    ),
+]
+PublishReplay = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ENDPOINT",
+        help="Where readers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+        rich_help_panel=EVENTS_PANEL,
+    ),
 ]
 Memory = Annotated[
     str | None,

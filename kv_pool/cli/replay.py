@@ -1,5 +1,6 @@
 """`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,9 @@ from rich.table import Table
 
 from kv_pool.cli import options
 from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport, write_json
 from kv_pool.replay.simulator import Progress as ReplayProgress
@@ -43,6 +46,17 @@ def replay(
     skip_broken: options.SkipBroken = False,
     seed: options.Seed = "0",
     runs: options.Runs = False,
+    publish: options.Publish = None,
+    publish_replay: options.PublishReplay = None,
+    pace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="REQUESTS_PER_S",
+            help="With --publish: this many requests a second, at most. Without, an hour's trace is over in "
+            "seconds: start kv-pool events before.",
+            rich_help_panel=options.EVENTS_PANEL,
+        ),
+    ] = None,
     json: options.JsonFile = None,
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
@@ -69,7 +83,15 @@ def replay(
         seed=seed,
         runs=runs,
     )
-    with make_progress_bar("replaying", TaskProgressColumn()) as bar:
+    if pace is not None and publish is None:
+        raise InvalidArgumentError("--pace is about events; give --publish, too")
+    with ExitStack() as stack:
+        publisher = stack.enter_context(open_publisher(publish, publish_replay))
+        feed = None
+        if publisher is not None:
+            feed = EventFeed(publisher, pace)
+            print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
+        bar = stack.enter_context(make_progress_bar("replaying", TaskProgressColumn()))
         task = bar.add_task("replay", total=1.0, live="")
 
         def show(progress: ReplayProgress) -> None:
@@ -80,7 +102,7 @@ def replay(
                 f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
             )
 
-        report = run_replay(settings, show)
+        report = run_replay(settings, show, feed)
     if json is not None:
         write_json(report, json)
     Console().print(make_table(report))

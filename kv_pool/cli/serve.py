@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kv_pool.cli import options
+from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.control.live_replay import LiveReplay
 from kv_pool.control.serve_settings import ServeSettings, read_settings
 from kv_pool.control.server import ControlServer
@@ -76,6 +77,8 @@ def serve(
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: Annotated[str | None, typer.Option(help="Of the trace: ms or s. Default: ms.")] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds. Default: until Ctrl-C.")] = None,
+    publish: options.Publish = None,
+    publish_replay: options.PublishReplay = None,
     socket: Annotated[str | None, typer.Option(help="The control socket. Default: this user's own.")] = None,
     config: Annotated[
         str | None,
@@ -88,16 +91,18 @@ def serve(
     # All options, by the names that they have in a file.
     given = {name: value for name, value in locals().items() if name != "config"}
     settings = read_settings(config, given)
-    replay = LiveReplay(settings)
-    asked_to_end = _catch_signals()
-    with ControlServer(replay.pool, settings.socket) as server:
-        where = "" if settings.socket is None else f" --socket {server.path}"
-        print(
-            f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
-            f"{server.path}; in a second terminal: kv-pool stats{where}",
-            flush=True,
-        )
-        _run(replay, settings.duration, asked_to_end)
+    with open_publisher(settings.publish, settings.publish_replay) as publisher:
+        replay = LiveReplay(settings, publisher=publisher)
+        asked_to_end = _catch_signals()
+        with ControlServer(replay.pool, settings.socket) as server:
+            where = "" if settings.socket is None else f" --socket {server.path}"
+            events = "" if publisher is None else f", or: {describe_publisher(publisher)}"
+            print(
+                f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
+                f"{server.path}; in a second terminal: kv-pool stats{where}{events}",
+                flush=True,
+            )
+            _run(replay, settings.duration, asked_to_end)
 
 
 def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:

@@ -12,6 +12,7 @@ from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.protocol import BlockAllocationRequest
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.trace import Trace
@@ -69,6 +70,8 @@ class LiveReplay:
     that runs. When `_MAX_WAITING` requests wait, the next ones arrive later than the trace says.
 
     Args:
+        publisher: gets the pool's events after each step. Their tokens are those that stand for a request:
+            a hash id, once for each token that it covers; zeros for what was generated. None: no events.
         clock: seconds.
     Attributes:
         pool, defragmenter: what the engine runs on. The pool may be asked from any thread.
@@ -82,6 +85,7 @@ class LiveReplay:
         settings: ServeSettings,
         *,
         rates: EngineRates | None = None,
+        publisher: EventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = GPUKVPool(
@@ -90,7 +94,9 @@ class LiveReplay:
             run_length=settings.run_length,
             eviction_policy=LRUEviction(),
             on_evicted=self._requeue,
+            enable_kv_cache_events=publisher is not None,
         )
+        self._publisher = publisher
         self.defragmenter = Defragmenter(
             self.pool,
             threshold=settings.defrag_threshold,
@@ -119,7 +125,7 @@ class LiveReplay:
             self.step()
 
     def step(self) -> None:
-        """One step of the engine: who has come, who has generated what, who may begin; then compaction."""
+        """One step of the engine: who has come, who generates, who may begin; compaction; events."""
         now_s = self._clock()
         self._receive(now_s)
         for sequence_id in list(self._running):
@@ -128,6 +134,8 @@ class LiveReplay:
                 self._generate(sequence_id, now_s)
         self._admit(now_s)
         self.defragmenter.step()
+        if self._publisher is not None:
+            self._publisher.publish(self.pool.take_events())
 
     def get_progress(self) -> LiveProgress:
         seconds = self._clock() - self._began_s
@@ -179,7 +187,8 @@ class LiveReplay:
         request.append_output(num_due)
         running.num_generated += num_due
         if not running.is_cached or len(request.block_hashes) > num_full:
-            self.pool.cache_prefix(sequence_id, request.block_hashes)
+            token_ids = None if self._publisher is None else request.all_token_ids
+            self.pool.cache_prefix(sequence_id, request.block_hashes, token_ids)
             running.is_cached = True
         if not request.num_output_left:
             self.pool.free_sequence(sequence_id)

@@ -29,6 +29,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         timestamp_unit: of the trace.
         duration: seconds; None for ever.
         socket: the control socket's path; None for the default one.
+        publish: the endpoint from which the pool's events are sent; None for no events.
+        publish_replay: where readers of these ask for what they missed; None for nowhere.
     """
 
     trace: str = "mooncake_conversation"
@@ -44,6 +46,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timestamp_unit: Literal["ms", "s"] = "ms"
     duration: Annotated[float, msgspec.Meta(gt=0)] | None = None
     socket: str | None = None
+    publish: str | None = None
+    publish_replay: str | None = None
 
 
 def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:

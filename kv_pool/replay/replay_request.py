@@ -17,8 +17,11 @@ CONVENTIONS = ("full_blocks_cap", "full_blocks", "ids_as_blocks_cap", "ids_as_bl
     ..._cap            at least the last token is computed anew, as an engine does
 """
 
-_pack = Struct("<QI").pack
-_pack_output = Struct("<QQ").pack
+# On the wire a hash is its last 8 bytes, big-endian: they have to tell blocks apart by themselves.
+_pack = Struct(">IQ").pack
+_pack_output = Struct(">QQ").pack
+_OUTPUT = 1 << 63
+_MASK = (1 << 64) - 1
 
 
 class ReplayRequest:
@@ -112,7 +115,9 @@ class ReplayRequest:
         """Give full blocks whose content the trace does not tell (generated tokens, the end of a prompt that
         no hash id covers) hashes that nobody else has: they are cached, as in an engine, and never hit."""
         for index in range(len(self.block_hashes), self.num_tokens // self._block_size):
-            self.block_hashes.append(BlockHash(_pack_output(int(self.request_id), index)))
+            number = int(self.request_id)
+            last = (_OUTPUT | number << 24) ^ index
+            self.block_hashes.append(BlockHash(_pack_output(number, last & _MASK)))
 
 
 def hash_ids_to_block_hashes(
@@ -131,9 +136,10 @@ def hash_ids_to_block_hashes(
     num_blocks = num_covered // block_size
     if block_size == trace_block_size:
         ids = hash_ids if num_blocks == len(hash_ids) else hash_ids[:num_blocks]
-        return [BlockHash(packed) for packed in map(_pack, ids, repeat(block_size))]
+        return [BlockHash(packed) for packed in map(_pack, repeat(block_size), ids)]
     hashes: list[BlockHash] = []
     for end in range(block_size, num_blocks * block_size + 1, block_size):
         index = (end - 1) // trace_block_size
-        hashes.append(BlockHash(_pack(hash_ids[index], end - index * trace_block_size)))
+        num_reached = end - index * trace_block_size
+        hashes.append(BlockHash(_pack(num_reached, hash_ids[index] ^ (num_reached << 44 & _MASK))))
     return hashes

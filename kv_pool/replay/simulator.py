@@ -10,6 +10,7 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.instant_clock import run_instantly
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.report import ReplayReport, take_provenance
@@ -66,12 +67,15 @@ class Progress:
 
 
 def run_replay(
-    settings: ReplaySettings, on_progress: Callable[[Progress], None] | None = None
+    settings: ReplaySettings,
+    on_progress: Callable[[Progress], None] | None = None,
+    feed: EventFeed | None = None,
 ) -> ReplayReport:
     """Replay a trace through a fresh pool and manager.
 
     Args:
         on_progress: called about ten times a second.
+        feed: gets the pool's events, after each request and at the end; None for a pool that tells none.
     Raises:
         TraceError: the trace can not be read.
         InvalidArgumentError: settings that can not be meant; a capacity in which no request fits.
@@ -85,7 +89,9 @@ def run_replay(
     )
     block_size = settings.block_size or trace.block_size or DEFAULT_BLOCK_SIZE
     pool_class = RunBlockPool if settings.runs else BlockPool
-    manager = KVCacheManager(pool_class(settings.num_blocks + 1, True, block_size))
+    manager = KVCacheManager(
+        pool_class(settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None)
+    )
     tally = Tally(
         manager,
         ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
@@ -94,6 +100,8 @@ def run_replay(
 
     def on_request(tally: Tally) -> None:
         nonlocal next_progress
+        if feed is not None:
+            feed.publish(manager)
         if on_progress is not None and monotonic() >= next_progress:
             next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
             on_progress(Progress(trace.position, tally.report.requests, tally.token_hit_rate, manager.usage))
@@ -103,6 +111,8 @@ def run_replay(
         report = run_instantly(requests, tally, on_request)
     else:
         report = TraceClock(tally, settings.rates).run(requests, on_request)
+    if feed is not None:
+        feed.publish(manager)
     if report.refused_requests == report.requests:
         raise InvalidArgumentError(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "

@@ -226,6 +226,36 @@ def test_a_prefix_outlives_its_sequence_and_is_claimed_by_another():
     check(pool)
 
 
+def test_events_tell_what_is_cached_and_what_is_evicted():
+    pool = make(enable_kv_cache_events=True)
+    take(pool, 1, 3)
+    pool.cache_prefix(1, [hash_of(1), hash_of(2)], token_ids=range(10, 19))
+    pool.cache_prefix(1, [hash_of(1), hash_of(2), hash_of(3)])
+    first, second = pool.take_events()
+    assert len(first.block_hashes) == 2
+    assert first.token_ids == list(range(10, 18))
+    assert (second.parent_block_hash, second.token_ids) == (first.block_hashes[1], [])
+    assert pool.take_events() == []
+    pool.free_sequence(1)
+    take(pool, 2, 10)
+    gone = [block_hash for event in pool.take_events() for block_hash in event.block_hashes]
+    assert sorted(gone) == sorted(first.block_hashes + second.block_hashes)
+
+
+def test_tokens_that_are_fewer_than_the_hashes_say_are_refused():
+    pool = make(enable_kv_cache_events=True)
+    take(pool, 1, 2)
+    with pytest.raises(InvalidArgumentError, match="7 token ids for 2 blocks of 4 tokens"):
+        pool.cache_prefix(1, [hash_of(1), hash_of(2)], token_ids=range(7))
+    assert find(pool, [1, 2]) == pool.take_events() == []
+
+
+def test_without_being_asked_a_pool_tells_no_events():
+    pool = make()
+    cache_and_free(pool, 1, [1, 2])
+    assert pool.take_events() == []
+
+
 @pytest.mark.parametrize("contiguous", ["no", "prefer"])
 @pytest.mark.parametrize("high_first", [True, False])
 def test_low_priority_is_evicted_before_high(high_first, contiguous):

@@ -2,12 +2,18 @@
 
 import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
 from replay.made_trace import record, write_trace
 
 from kv_pool import __version__
+from kv_pool.events.continuity import ReceivedBatch
+from kv_pool.events.subscriber import KVEventSubscriber
 
 TRACE = [record(24, [1, 2, 3], 5, 0), record(32, [1, 2, 4, 5], 9, 10), record(16, [6, 7], 2, 900)]
 
@@ -107,3 +113,43 @@ def test_a_bundled_trace_goes_by_its_name(tmp_path):
 def test_runs_of_consecutive_ids_may_be_preferred(folder):
     _, report = replay(folder, "--blocks", "20", "--runs")
     assert report["settings"]["runs"] is True
+
+
+def test_its_events_can_be_read_while_it_runs(folder):
+    write_trace(folder / "long.jsonl", [record(8, [number]) for number in range(100_000)])
+    options = "--blocks 20 --trace-block-size 8 --pace 20"
+    endpoints = ("--publish", "tcp://127.0.0.1:0", "--publish-replay", "tcp://127.0.0.1:0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kv_pool.cli.main", "replay", "long.jsonl", *options.split(), *endpoints],
+        cwd=folder,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="utf-8",
+    )
+    with process:
+        try:
+            line = process.stdout.readline()
+            told = re.fullmatch(r"in a second terminal: kv-pool events (\S+) --replay (\S+)\n", line)
+            with KVEventSubscriber(*told.groups()) as subscriber:
+                batches = [item for item, _ in zip(subscriber, range(3), strict=False)]
+        finally:
+            process.kill()
+    assert all(isinstance(item, ReceivedBatch) for item in batches)
+    assert [item.sequence for item in batches] == [0, 1, 2]
+    assert [event.token_ids for item in batches for event in item.batch.events] == [[0] * 8, [1] * 8, [2] * 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--pace 3", "--pace is about events; give --publish, too"),
+        ("--publish tcp://127.0.0.1:0 --pace 0", "the pace is 0.0 requests a second; it is above 0"),
+        ("--publish nowhere", "endpoint is 'nowhere'; write tcp://host:port"),
+        ("--publish-replay tcp://127.0.0.1:0", "publish_replay is about missed events; give publish, too"),
+    ],
+)
+def test_events_that_can_not_be_published_are_one_line_and_status_2(folder, options, message):
+    done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr

@@ -1,6 +1,7 @@
 """`kv-pool serve`: it says where it listens, answers, and leaves nothing behind."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -9,7 +10,11 @@ from cli.kv_pool_command import kv_pool_command
 from cli.serving import serving
 from replay.made_trace import record, write_trace
 
+from kv_pool.adapter.layout import BlockState
 from kv_pool.control import ControlClient, ControlServer
+from kv_pool.events.follow import apply_item
+from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.subscriber import KVEventSubscriber
 
 SMALL = ("trace.jsonl", "--blocks", "40", "--block-size", "8", "--trace-block-size", "8")
 
@@ -35,6 +40,28 @@ def test_another_socket_is_named_in_the_line(folder):
         assert process.first_line.endswith("kv-pool stats --socket here.sock\n")
         done = kv_pool_command("stats", "--socket", "here.sock", "--json", cwd=folder)
         assert json.loads(done.stdout)["block_size"] == 8
+
+
+def test_a_mirror_of_its_events_holds_what_the_pool_holds(folder):
+    # The second hits a block of the first; the third comes when nobody looks any more.
+    records = [record(24, [1, 2, 3], 5, 0), record(16, [1, 4], 10, 1000), record(8, [9], 1, 9_000_000)]
+    write_trace(folder / "trace.jsonl", records)
+    publishing = ("--publish", "tcp://127.0.0.1:0", "--publish-replay", "tcp://127.0.0.1:0")
+    mirror = PrefixMirror(learns_tokens=True)
+    mirror.add_publisher("serve")
+    with serving(*SMALL, *publishing, cwd=folder) as process:
+        endpoints = re.search(r", or: kv-pool events (\S+) --replay (\S+)\n$", process.first_line).groups()
+        with (
+            KVEventSubscriber(*endpoints) as subscriber,
+            ControlClient(folder / "kv_pool" / "control.sock") as client,
+        ):
+            # Three blocks each, one of which they share.
+            while mirror.count_blocks("serve") < 5 or client.get_statistics().num_sequences:
+                for item in subscriber.poll(0.05):
+                    apply_item(mirror, item, "serve")
+            layout = client.get_layout()
+    assert layout.states.count(BlockState.CACHED) == mirror.count_blocks("serve") == 5
+    assert mirror.find_prefix_of_tokens([1] * 8 + [2] * 8 + [7] * 8) == {"serve": 16}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -83,6 +110,11 @@ def test_options_may_come_from_a_file_and_the_command_line_wins(folder):
         ("trace.jsonl --trace-block-size 8 --blocks 2 --block-size 8", "the smallest request needs 4"),
         (f"trace.jsonl --trace-block-size 8 --socket {'x' * 108}", "a socket's path has 10"),
         ("trace.jsonl --trace-block-size 8 --socket trace.jsonl", "is no socket and stays as it is"),
+        ("trace.jsonl --trace-block-size 8 --publish here", "endpoint is 'here'; write tcp://host:port"),
+        (
+            "trace.jsonl --trace-block-size 8 --publish-replay tcp://127.0.0.1:0",
+            "publish_replay is about missed events; give publish, too",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_2(folder, arguments, message):

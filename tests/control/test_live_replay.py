@@ -1,15 +1,20 @@
 """A live replay, step by step on a clock of its own: what it holds, generates, evicts and moves."""
 
+import random
 import threading
 from itertools import islice
 
 import pytest
 from adapter.made_pool import check
-from replay.made_trace import record, write_trace
+from events.pool_map import pool_map
+from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import InvalidArgumentError
 from kv_pool.control.live_replay import STEP_S, LiveReplay, read_for_ever
 from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.events.event_publisher import NullEventPublisher
+from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_state import StreamState
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates
 
@@ -25,11 +30,13 @@ class Clock:
 
 @pytest.fixture
 def make_replay(tmp_path):
-    def make(records, rates=RATES, **settings):
+    def make(records, rates=RATES, publisher=None, **settings):
         path = write_trace(tmp_path / "trace.jsonl", records)
         clock = Clock()
         settings = {"block_size": 8, "trace_block_size": 8, "run_length": 2, **settings}
-        replay = LiveReplay(ServeSettings(trace=str(path), **settings), rates=rates, clock=clock)
+        replay = LiveReplay(
+            ServeSettings(trace=str(path), **settings), rates=rates, publisher=publisher, clock=clock
+        )
 
         def run(seconds):
             for _ in range(round(seconds / STEP_S)):
@@ -46,6 +53,19 @@ def make_replay(tmp_path):
 def count(replay):
     progress = replay.get_progress()
     return progress.num_waiting, progress.num_running, progress.num_finished
+
+
+class Mirroring(NullEventPublisher):
+    """Keeps what a reader knows of an exact stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = StreamState()
+        self.mirror = PrefixMirror(learns_tokens=True)
+        self.mirror.add_publisher("here")
+
+    def publish(self, events):
+        self.mirror.apply("here", self.state.apply(events))
 
 
 # The next round of the trace begins a second after its last request.
@@ -159,3 +179,25 @@ def test_requests_for_ever_have_ids_of_their_own_and_come_in_order(tmp_path):
     assert [request.request_id for request in requests] == ["1", "2", "3", "4", "5", "6", "7"]
     assert [request.arrival_ms for request in requests] == [0, 20, 20, 1020, 1040, 1040, 2040]
     assert requests[3].block_hashes == requests[0].block_hashes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_each_step_its_events_tell_what_the_pool_holds(make_replay, seed):
+    records = make_random_records(random.Random(seed), 60, 8, partial_ids=True)
+    publisher = Mirroring()
+    replay = make_replay(records, publisher=publisher, blocks=24, defrag_threshold=0.05, defrag_interval=0)
+    told = set()
+    for _ in range(200):
+        replay.run_for(STEP_S)
+        held = publisher.mirror.state_of("here")
+        assert held == pool_map(replay.pool.block_pool)
+        told |= held
+    assert replay.pool.get_statistics().evicted_blocks > 0
+    assert replay.pool.get_statistics().moved_blocks > 0
+    assert len(told) > 24
+
+
+def test_without_a_publisher_no_events_pile_up(make_replay):
+    replay = make_replay([record(16, [1, 2], 20), LAST], blocks=10)
+    replay.run_for(1.0)
+    assert replay.pool.take_events() == []

@@ -46,6 +46,8 @@ def test_every_option_can_be_in_the_file(config):
         timestamp_unit = "s"
         duration = 9
         socket = "here.sock"
+        publish = "tcp://127.0.0.1:5557"
+        publish_replay = "tcp://127.0.0.1:5558"
     """
     assert read_settings(config(text), {}) == ServeSettings(
         trace="mine.jsonl",
@@ -61,6 +63,8 @@ def test_every_option_can_be_in_the_file(config):
         timestamp_unit="s",
         duration=9,
         socket="here.sock",
+        publish="tcp://127.0.0.1:5557",
+        publish_replay="tcp://127.0.0.1:5558",
     )
 
 

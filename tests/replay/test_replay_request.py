@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_pool import BlockHasher, InvalidArgumentError
+from kv_pool.events.mirror import to_wire_hash
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest, hash_ids_to_block_hashes
 from kv_pool.replay.trace import TraceRequest
 
@@ -120,6 +121,18 @@ def test_generated_blocks_have_hashes_that_no_other_request_has(block_size):
     first, second = (request.block_hashes for request in requests)
     assert first[:num_prompt_hashes] == second[:num_prompt_hashes]
     assert len(set(first[num_prompt_hashes:] + second)) == 2 * len(first) - num_prompt_hashes
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+def test_hashes_that_differ_differ_on_the_wire(block_size):
+    """Readers of events get 8 bytes; once these were the same for all blocks of a trace."""
+    hashes = set()
+    for line in range(1, 30):
+        ids = [1, 2, 1 << 33, *range(100 * line, 100 * line + 20)]
+        request = ReplayRequest(TraceRequest(line, 0.0, 184, 64, ids, None), block_size, trace_block_size=8)
+        request.append_output(64)
+        hashes.update(request.block_hashes)
+    assert len({to_wire_hash(block_hash) for block_hash in hashes}) == len(hashes) > 300
 
 
 def test_tokens_that_stand_for_a_request_repeat_its_ids_then_zeros():

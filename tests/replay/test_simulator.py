@@ -12,7 +12,9 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 import kv_pool
-from kv_pool import InvalidArgumentError, TraceError
+from kv_pool import BlockRemoved, InvalidArgumentError, TraceError
+from kv_pool.events.event_publisher import NullEventPublisher
+from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.simulator import CLOCKS, ReplaySettings, run_replay
 from kv_pool.replay.trace_clock import EngineRates
@@ -81,6 +83,28 @@ def test_progress_is_told_while_the_replay_runs(trace, clock):
     assert told[0].token_hit_rate == 0
     assert 0 <= told[0].usage <= 1
     assert all(before.num_requests < after.num_requests for before, after in pairwise(told))
+
+
+class Collector(NullEventPublisher):
+    """Keeps what it is to publish."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def publish(self, events):
+        self.batches.append(events)
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_with_a_feed_the_events_tell_all_that_the_report_counts(trace, clock):
+    publisher = Collector()
+    settings = ReplaySettings(trace, 12, clock=clock, trace_block_size=8)
+    report = run_replay(settings, feed=EventFeed(publisher))
+    events = [event for batch in publisher.batches for event in batch]
+    assert len(publisher.batches) == report.requests + 1
+    assert sum(isinstance(event, BlockRemoved) for event in events) == report.evictions > 0
+    assert count(report) == count(run_replay(settings))
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
