@@ -45,12 +45,21 @@ def can_import_transformers():
     return can_import_torch() and importlib.util.find_spec("transformers") is not None
 
 
+def has_peers():
+    """Are the programs here that read the event stream, and are not ours?"""
+    return all(
+        importlib.util.find_spec(name) is not None
+        for name in ("dynamo", "smg_grpc_servicer", "smg_grpc_proto", "grpc")
+    )
+
+
 NEEDS = {
     "vllm": can_import_vllm,
     "torch": can_import_torch,
     "transformers": can_import_transformers,
     "triton": can_import_triton,
     "gpu": has_gpu,
+    "peers": has_peers,
 }
 """A test with one of these marks is left out where what it needs is missing."""
 

@@ -64,11 +64,12 @@ class PublisherConfig:
         max_queue_size: batches between the pool's thread and the publisher's.
         topic: what subscribers filter by. llm-d needs `kv@<pod id>@<model>`.
         data_parallel_rank: goes into every batch, and is added to the ports.
-        first_sequence: "zero" or "clock". With "zero" a reader takes a lower sequence for a restart: SMG and
-            llm-d do, and llm-d with replay insists on a stream that starts at 0. Dynamo's indexer does not:
-            it drops batches until the old number is passed, and keeps the blocks of the earlier life. For it
-            take "clock", microseconds since the epoch: a restart goes up and leaves a gap, which it asks to
-            have filled, and a publisher that has a `state` answers with a clear and what is there now.
+        first_sequence: "zero" or "clock". llm-d with replay insists on a stream that starts at 0, and takes a
+            lower sequence for a restart. Dynamo's indexer does not: it drops batches until the old number is
+            passed, and keeps the blocks of the earlier life; nor does SMG when it sees the new numbers only
+            after they have passed the old one. For these take "clock", microseconds since the epoch: a
+            restart goes up and leaves a gap, which they ask to have filled, and a publisher that has a
+            `state` answers with a clear and what is there now. Dynamo takes that; SMG begins anew.
         when_full: "drop_oldest" or "drop_newest": which batch goes when the queue is full. Either is
             counted and leaves a hole in the sequence. The pool's thread never waits.
         heartbeat_s: an idle publisher sends an empty batch after so many seconds, by which readers notice

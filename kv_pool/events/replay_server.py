@@ -38,8 +38,9 @@ class ReplayServer:
     A reader that does not read holds up nobody, and costs a bounded amount of memory: sending never waits;
     what the socket has no room for is not sent; a second snapshot is sent when the first has been read.
 
-    When more batches than the buffer holds pass while a snapshot is taken, the answer has a gap behind it;
-    the reader sees that, and asks again.
+    When more batches than the buffer holds pass while a snapshot is taken, the answer ends with it: what
+    comes live goes on from there, or shows a gap, and the reader asks again. A gap inside the answer would be
+    for good: Dynamo's indexer applies what stands behind it, and does not ask for what is missing.
 
     Args:
         socket: a ROUTER, used and in the end closed by the server's thread.
@@ -149,7 +150,10 @@ class ReplayServer:
     def _answer(self, identity: bytes, start: int) -> None:
         """Send an answer, end marker included. Raises ZMQError if the reader is gone, or full."""
         snapshot = None
-        if self._state is not None and not self._buffer.has_all_from(start):
+        # Listed before it is looked at: batches go from the buffer meanwhile.
+        batches = self._buffer.list_from(start)
+        is_there = batches[0][0] == start if batches else start > self._buffer.last_sequence
+        if self._state is not None and not is_there:
             if self._has_unread_snapshot(identity):
                 self._defer(identity, start)
                 return
@@ -161,9 +165,11 @@ class ReplayServer:
             tracker = self._send(frames, is_shared=True)
             if tracker is not None:
                 self._unread_snapshots[identity] = tracker
-            start = sequence + 1
+            batches = self._buffer.list_from(sequence + 1)
+            if batches and batches[0][0] != sequence + 1:
+                batches = []
             self.num_snapshots += 1
-        for sequence, payload in self._buffer.list_from(start):
+        for sequence, payload in batches:
             frames = make_replay_frames(identity, self._topic, sequence, payload)
             self._send(frames)
         self._send(make_end_frames(identity))

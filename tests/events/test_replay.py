@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import zmq
+from events.deadlines import wait_until
 from events.made_publisher import make_publisher
 from events.stream_readers import Reader, Requester, numbers_of, removed, subscribed
 
@@ -295,6 +296,31 @@ def test_snapshots_are_true_while_batches_go_on(positional):
     for answer in [[], *answers]:
         following = [batch for batch in live if not answer or batch[0] > answer[-1][0]]
         assert resident_after([*answer, *following]) == set(range(num_batches - 29, num_batches + 1))
+
+
+def test_an_answer_ends_with_a_snapshot_that_the_buffer_does_not_continue():
+    """Dynamo's indexer went on behind the gap that was there, and never had the batches in it."""
+
+    class Busy(StreamState):
+        """While a snapshot is taken for the first time, four more batches are sent."""
+
+        def iter_snapshot(self, pace=None):
+            snapshot = super().iter_snapshot()
+            if self.last_sequence == 2:
+                for number in range(4, 8):
+                    publisher.publish([stored(number)])
+                wait_until(lambda: publisher.statistics().num_batches_sent == 7, "sent")
+            return snapshot
+
+    with (
+        make_publisher(Busy(), buffer_steps=2) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        for number in range(1, 4):
+            publisher.publish([stored(number)])
+        wait_until(lambda: publisher.statistics().num_batches_sent == 3, "sent")
+        assert requester.ask_for_sequences(0) == [2]
+        assert requester.ask_for_sequences(3) == [6]
 
 
 def test_readers_that_come_together_all_get_a_snapshot():

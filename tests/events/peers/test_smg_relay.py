@@ -1,0 +1,163 @@
+"""SMG's relay follows a pool: live, over gaps, from the middle on, and over restarts."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from events.deadlines import wait_for_equal, wait_until
+from events.made_publisher import make_publisher
+from events.peers.busy_pool import BusyPool
+from events.peers.dynamo_indexer import find_free_port
+from events.peers.lossy_line import LossyLine
+from events.pool_map import pool_map
+
+from kv_pool.events.stream_state import StreamState
+
+pytestmark = pytest.mark.peers
+
+
+def make(**settings):
+    return make_publisher(StreamState(), **({"first_sequence": "clock", "heartbeat_s": 0.05} | settings))
+
+
+@contextmanager
+def attached(endpoint, replay_endpoint):
+    """A gateway that follows, from some batch on; a heartbeat, if the pool is idle."""
+    from events.peers.smg_gateway import Gateway, SmgRelay  # which needs SMG's wheel
+
+    with SmgRelay(endpoint, replay_endpoint) as relay:
+        with Gateway(relay.address) as gateway:
+            wait_until(lambda: gateway.last_sequence is not None, "attached")
+            yield gateway
+        wait_until(lambda: len(relay.counts) > len(gateway.failures), "closed")
+    assert sum(counts.hash_mismatch for counts in relay.counts) == 0
+
+
+def check_knows(gateway, pool):
+    """The right overlap of each prompt, and no block besides."""
+    assert pool.num_evicted > 0
+    wait_for_equal(lambda: gateway.count_overlaps(pool.prompts), pool.count_overlaps())
+    assert sum(pool.count_overlaps()) > 0
+    wait_for_equal(gateway.list_hashes, hashes_of(pool))
+
+
+def check_knows_no_more(gateway, publisher, pool):
+    """When it has what was sent so far: no block that the pool does not have."""
+    last_sequence = publisher.statistics().last_sequence
+    wait_until(lambda: (gateway.last_sequence or -1) >= last_sequence, "read")
+    assert gateway.list_hashes() <= hashes_of(pool)
+    overlaps = zip(gateway.count_overlaps(pool.prompts), pool.count_overlaps(), strict=True)
+    assert all(known <= there for known, there in overlaps)
+
+
+def hashes_of(pool):
+    return {block_hash for _, _, block_hash in pool_map(pool.pool)}
+
+
+@pytest.mark.parametrize("first_sequence", ["zero", "clock"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gateway_knows_what_the_pool_has_while_it_runs(seed, first_sequence):
+    pool = BusyPool(seed)
+    with (
+        make(first_sequence=first_sequence) as publisher,
+        attached(publisher.endpoint, publisher.replay_endpoint) as gateway,
+    ):
+        for _ in range(4):
+            pool.serve(publisher, 40)
+            check_knows(gateway, pool)
+        pool.reset(publisher)
+        wait_for_equal(gateway.list_hashes, set())
+        pool.serve(publisher, 40)
+        check_knows(gateway, pool)
+        assert gateway.failures == []
+
+
+def test_a_gap_is_filled_from_the_buffer():
+    pool = BusyPool()
+    with (
+        make() as publisher,
+        LossyLine(publisher.endpoint) as line,
+        attached(line.endpoint, publisher.replay_endpoint) as gateway,
+    ):
+        pool.serve(publisher, 60)
+        check_knows(gateway, pool)
+        num_replays = publisher.statistics().num_replays
+        lose(line, pool, publisher)
+        check_knows(gateway, pool)
+        assert publisher.statistics().num_replays > num_replays
+        assert gateway.failures == []
+
+
+def test_after_a_gap_that_the_buffer_does_not_fill_the_gateway_knows_too_few_blocks_until_a_reset():
+    pool = BusyPool()
+    with (
+        make(buffer_steps=4) as publisher,
+        LossyLine(publisher.endpoint) as line,
+        attached(line.endpoint, publisher.replay_endpoint) as gateway,
+    ):
+        lose(line, pool, publisher)
+        wait_until(lambda: gateway.failures, "told that data is lost")
+        assert {code for code, _ in gateway.failures} == {"DATA_LOSS"}
+        check_knows_no_more(gateway, publisher, pool)
+        become_exact(gateway, publisher, pool)
+
+
+def test_a_gateway_that_comes_late_knows_too_few_blocks_until_a_reset():
+    pool = BusyPool()
+    with make(buffer_steps=4) as publisher:
+        pool.serve(publisher, 100)
+        with attached(publisher.endpoint, publisher.replay_endpoint) as gateway:
+            assert gateway.count_overlaps(pool.prompts) != pool.count_overlaps()
+            pool.serve(publisher, 40)
+            check_knows_no_more(gateway, publisher, pool)
+            become_exact(gateway, publisher, pool)
+
+
+@pytest.mark.parametrize("first_sequence", ["zero", "clock"])
+def test_after_a_restart_the_gateway_forgets_what_the_old_engine_had(first_sequence):
+    live, replay = (f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
+    settings = {"endpoint": live, "replay_endpoint": replay, "first_sequence": first_sequence}
+    old, new = BusyPool(seed=0), BusyPool(seed=1)
+    with make(**settings) as publisher, attached(live, replay) as gateway:
+        old.serve(publisher, 60)
+        check_knows(gateway, old)
+        publisher.close()
+        with make(clock=lambda: 1700000060.5, **settings) as publisher:
+            wait_until(lambda: gateway.failures and gateway.last_sequence is not None, "attached anew")
+            assert gateway.list_hashes() == set()
+            new.serve(publisher, 60)
+            check_knows(gateway, new)
+        assert {code for code, _ in gateway.failures} == {"DATA_LOSS"}
+
+
+def test_a_restart_that_is_noticed_late_is_a_restart_when_numbers_come_from_the_clock():
+    """From zero on, the new engine has passed the old one's number by then, and its batches fill the gap."""
+    live, replay = (f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
+    settings = {"endpoint": live, "replay_endpoint": replay}
+    old, new = BusyPool(seed=0), BusyPool(seed=1)
+    with LossyLine(live) as line, ExitStack() as stack:
+        with make(**settings) as publisher:
+            gateway = stack.enter_context(attached(line.endpoint, replay))
+            old.serve(publisher, 60)
+            check_knows(gateway, old)
+            line.loses.set()
+        with make(clock=lambda: 1700000060.5, **settings) as publisher:
+            new.serve(publisher, 120)
+            line.loses.clear()
+            wait_until(lambda: gateway.failures and gateway.last_sequence is not None, "attached anew")
+            check_knows_no_more(gateway, publisher, new)
+            become_exact(gateway, publisher, new)
+
+
+def lose(line, pool, publisher):
+    line.loses.set()
+    pool.serve(publisher, 40)
+    wait_until(lambda: line.num_lost >= 40, "lost")
+    line.loses.clear()
+
+
+def become_exact(gateway, publisher, pool):
+    """A reset empties both; from there on the gateway knows all."""
+    pool.reset(publisher)
+    wait_for_equal(gateway.list_hashes, set())
+    pool.serve(publisher, 40)
+    check_knows(gateway, pool)
