@@ -3,17 +3,25 @@
 import asyncio
 import random
 import threading
-import time
 
 import pytest
 import zmq
+from events.followed_stream import (
+    LIMIT_S,
+    DroppingSocket,
+    losses,
+    our_publisher,
+    read_to_the_end,
+    read_until,
+    subscribe,
+    wait_until_sent,
+)
 from events.living_pool import LivingPool
 from events.pool_map import pool_map
 from events.wire_publisher import WirePublisher
 
 from kv_pool import AllBlocksCleared, InvalidArgumentError
 from kv_pool.errors import EndpointError
-from kv_pool.events.config import PublisherConfig
 from kv_pool.events.continuity import (
     BatchesLost,
     PublisherRestarted,
@@ -22,35 +30,11 @@ from kv_pool.events.continuity import (
 )
 from kv_pool.events.follow import apply_item, follow, follow_async
 from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.publisher import ZMQEventPublisher
-from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import CurveKeys, KVEventSubscriber
-
-LIMIT_S = 20
-
-
-def subscribe(publisher, **options):
-    return KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, **options)
-
-
-def read_until(subscriber, is_done, on_item=lambda item: None):
-    """Items until `is_done()` after one of them, or none came for too long."""
-    items = []
-    give_up = time.monotonic() + LIMIT_S
-    while not is_done(items):
-        assert time.monotonic() < give_up, items[-5:]
-        for item in subscriber.poll(0.05):
-            items.append(item)
-            on_item(item)
-    return items
 
 
 def sequences(items):
     return [item.sequence for item in items if isinstance(item, ReceivedBatch)]
-
-
-def losses(items):
-    return [item for item in items if isinstance(item, BatchesLost) and not item.is_healed]
 
 
 def has(sequence):
@@ -66,34 +50,6 @@ def join(subscriber, publisher):
     if sequences(items)[-1] < publisher.sequence - 1:
         items += read_until(subscriber, has(publisher.sequence - 1))
     return items
-
-
-def wait_until_sent(publisher, num_batches):
-    give_up = time.monotonic() + LIMIT_S
-    never = threading.Event()
-    while publisher.statistics().num_batches_sent < num_batches:
-        assert time.monotonic() < give_up, publisher.statistics()
-        never.wait(0.005)
-
-
-def read_to_the_end(subscriber, publisher, num_batches, mirror):
-    """Everything that was published; all of it arrives, or a snapshot of it."""
-    wait_until_sent(publisher, num_batches)
-    end = publisher.statistics().last_sequence + 1
-    items = read_until(
-        subscriber,
-        lambda _: subscriber.stats().next_sequence == end and not subscriber.stats().is_recovering,
-        lambda item: apply_item(mirror, item, "pool"),
-    )
-    assert losses(items) == []
-    return items
-
-
-def our_publisher(**options):
-    config = PublisherConfig(
-        **{"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", **options}
-    )
-    return ZMQEventPublisher(config, StreamState())
 
 
 # ---- a publisher by the contract, as vLLM's behaves ----------------------------------------------
@@ -277,23 +233,6 @@ def test_after_drops_and_restarts_the_mirror_is_the_pool(first_sequence):
     assert num_snapshots + subscriber.stats().counts.num_snapshots <= 1 + fault + num_restarts
     subscriber.close()
     publisher.close()
-
-
-class DroppingSocket:
-    """A PUB socket that loses some of what it is given."""
-
-    def __init__(self, real, rng, share):
-        self.real, self.rng, self.share = real, rng, share
-        self.num_dropped = 0
-
-    def send_multipart(self, frames, *args, **options):
-        if self.rng.random() < self.share:
-            self.num_dropped += 1
-            return None
-        return self.real.send_multipart(frames, *args, **options)
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
 
 
 @pytest.mark.parametrize("buffer_steps", [10_000, 3])

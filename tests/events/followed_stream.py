@@ -1,0 +1,78 @@
+"""A stream from our publisher to a subscriber that follows it, over real sockets on loopback."""
+
+import threading
+import time
+
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.continuity import BatchesLost
+from kv_pool.events.follow import apply_item
+from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState
+from kv_pool.events.subscriber import KVEventSubscriber
+
+LIMIT_S = 20
+
+
+def subscribe(publisher, **options):
+    return KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, **options)
+
+
+def read_until(subscriber, is_done, on_item=lambda item: None):
+    """Items until `is_done()` after one of them, or none came for too long."""
+    items = []
+    give_up = time.monotonic() + LIMIT_S
+    while not is_done(items):
+        assert time.monotonic() < give_up, items[-5:]
+        for item in subscriber.poll(0.05):
+            items.append(item)
+            on_item(item)
+    return items
+
+
+def losses(items):
+    return [item for item in items if isinstance(item, BatchesLost) and not item.is_healed]
+
+
+def wait_until_sent(publisher, num_batches):
+    give_up = time.monotonic() + LIMIT_S
+    never = threading.Event()
+    while publisher.statistics().num_batches_sent < num_batches:
+        assert time.monotonic() < give_up, publisher.statistics()
+        never.wait(0.005)
+
+
+def read_to_the_end(subscriber, publisher, num_batches, mirror):
+    """Everything that was published; all of it arrives, or a snapshot of it."""
+    wait_until_sent(publisher, num_batches)
+    end = publisher.statistics().last_sequence + 1
+    items = read_until(
+        subscriber,
+        lambda _: subscriber.stats().next_sequence == end and not subscriber.stats().is_recovering,
+        lambda item: apply_item(mirror, item, "pool"),
+    )
+    assert losses(items) == []
+    return items
+
+
+def our_publisher(**options):
+    config = PublisherConfig(
+        **{"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", **options}
+    )
+    return ZMQEventPublisher(config, StreamState())
+
+
+class DroppingSocket:
+    """A PUB socket that loses some of what it is given."""
+
+    def __init__(self, real, rng, share):
+        self.real, self.rng, self.share = real, rng, share
+        self.num_dropped = 0
+
+    def send_multipart(self, frames, *args, **options):
+        if self.rng.random() < self.share:
+            self.num_dropped += 1
+            return None
+        return self.real.send_multipart(frames, *args, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
