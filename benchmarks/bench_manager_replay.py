@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ OWN, OURS, VLLM = "kv_pool's manager on kv_pool", "vLLM's manager on kv_pool", "
 """Whose `KVCacheManager` on whose `BlockPool`."""
 
 
-class Lane:
+class Lane(ABC):
     """One manager that replays the requests, with the time it has taken per call."""
 
     def __init__(self, name: str, manager: Any) -> None:
@@ -31,9 +32,9 @@ class Lane:
         self.elapsed_ns = {"look up": 0, "allocate": 0, "free": 0}
         self.num_hit_tokens = 0
 
+    @abstractmethod
     def replay(self, requests: list[Any]) -> None:
         """Look up, allocate and free each request; the time goes to `elapsed_ns`."""
-        raise NotImplementedError
 
 
 class OwnLane(Lane):

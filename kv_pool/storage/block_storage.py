@@ -158,7 +158,16 @@ class BlockStorage:
             raise InvalidArgumentError(
                 f"blocks here are {self.block_format}, there {other.block_format}: their bytes do not fit"
             )
+        for storage in (self, other):  # moves of theirs may still be under way on a stream that is not ours
+            storage._wait_for_moves()
         self._copy_blocks(other, moves)
+
+    def _wait_for_moves(self) -> None:
+        """What the current stream is given from here on comes behind moves on the storage's own stream."""
+        if self._copy_stream is not None:
+            import torch
+
+            torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
 
     def _copy_blocks(self, other: BlockStorage, moves: Moves) -> None:
         sources, targets = check_moves(moves, self.num_blocks, other.num_blocks, other is self)
