@@ -57,6 +57,10 @@ class SlotMapping:
         self._slots_per_row = num_columns * batch.block_size
         # A row's first place, if all rows were one long table: places are found by one division then.
         self._row_starts = np.arange(num_rows, dtype=np.int64) * self._slots_per_row
+        # Arrays of no dimension: a ufunc takes half as long over them as over an int.
+        self._block_size = np.array(batch.block_size, np.int64)
+        self._null_block_id = np.array(batch.null_block_id, batch.block_ids.dtype)
+        self._row_end = np.array(self._slots_per_row, np.uint64)
         self._counting = np.arange(max_num_tokens, dtype=np.int64)
         self._places = np.empty(max_num_tokens, np.int64)
         self._cells = np.empty(max_num_tokens, np.int64)
@@ -80,12 +84,11 @@ class SlotMapping:
         if num_tokens:
             places = self._places[:num_tokens]
             # As unsigned numbers negative positions are large, so one look finds both ends.
-            if int(positions.view(np.uint64).max()) >= self._slots_per_row:
+            if np.count_nonzero(positions.view(np.uint64) >= self._row_end):
                 self._raise_for(positions, np.arange(num_tokens))
             np.add(positions, self._row_starts[:num_tokens], out=places)
             self._fill(places)
-        self.slots[num_tokens:num_slots] = PAD_SLOT_ID
-        return self.slots[:num_slots]
+        return self._pad(num_tokens, num_slots)
 
     def fill_chunks(
         self, query_start_loc: Integers, first_positions: Integers, *, num_slots: int | None = None
@@ -127,8 +130,7 @@ class SlotMapping:
             first_places = first_positions - starts + self._row_starts[:num_rows]
             np.add(np.repeat(first_places, counts), self._counting[:num_tokens], out=places)
             self._fill(places)
-        self.slots[num_tokens:num_slots] = PAD_SLOT_ID
-        return self.slots[:num_slots]
+        return self._pad(num_tokens, num_slots)
 
     def _check_lengths(self, num_rows: int, num_tokens: int, num_slots: int | None) -> int:
         """The length of the answer."""
@@ -148,16 +150,20 @@ class SlotMapping:
         """`slots` of places that lie in their rows. Each line is one pass over the tokens, without a copy."""
         num_tokens = len(places)
         cells, found, slots = self._cells[:num_tokens], self._found[:num_tokens], self.slots[:num_tokens]
-        block_size = self.batch.block_size
-        np.floor_divide(places, block_size, out=cells)
-        np.take(self._block_ids, cells, out=found, mode="clip")  # in range; "raise" would make a copy
-        if (found == self.batch.null_block_id).any():
+        np.floor_divide(places, self._block_size, out=cells)
+        self._block_ids.take(cells, out=found, mode="clip")  # in range; "raise" would make a copy
+        if np.count_nonzero(found == self._null_block_id):
             rows, positions = np.divmod(places, self._slots_per_row)
             self._raise_for(positions, rows)
         # block_id * block_size + offset, since offset is place - cell * block_size.
         np.subtract(found, cells, out=slots)
-        slots *= block_size
+        slots *= self._block_size
         slots += places
+
+    def _pad(self, num_tokens: int, num_slots: int) -> npt.NDArray[np.int64]:
+        if num_slots > num_tokens:
+            self.slots[num_tokens:num_slots] = PAD_SLOT_ID
+        return self.slots[:num_slots]
 
     def _raise_for(self, positions: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         """Raise for the first of these tokens that has no slot."""

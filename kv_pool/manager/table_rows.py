@@ -66,18 +66,13 @@ def write_row(row: TableRow, cells: memoryview, first_cell: int, nulls: memoryvi
     num_null: i64 = table.num_null_blocks
     num_edits: i64 = table.num_edits
     edits_since: i64 = num_edits - row.num_edits
-    start: i64 = row.num_blocks
-    # One edit, and an entry that was there has become null: that was the edit, whether the table counts
-    # entries or calls. What else is there is as written.
-    moved_window_only = edits_since == 1 and row.num_null_blocks < num_null and num_null <= row.num_blocks
-    if edits_since != 0 and not moved_window_only:
-        start = num_null
-    elif start < num_null:
-        start = num_null  # padding already is what the null block's entries are
-    if num_null > row.num_null_blocks:
-        stop: i64 = num_null if num_null < row.num_blocks else row.num_blocks
-        if stop > row.num_null_blocks:
-            cells[offset + row.num_null_blocks : offset + stop] = nulls[: stop - row.num_null_blocks]
+    # One edit, and more of the head is null: that was the edit, whether the table counts entries or calls.
+    is_head_only = edits_since == 1 and row.num_null_blocks < num_null
+    start: i64 = num_null  # what is null below is written as such, or padding already
+    if num_null < row.num_blocks and (edits_since == 0 or is_head_only):
+        start = row.num_blocks
+    if row.num_null_blocks < num_null:
+        cells[offset + row.num_null_blocks : offset + num_null] = nulls[: num_null - row.num_null_blocks]
     at: i64 = start
     while at < num_blocks:
         cells[offset + at] = blocks[at].block_id

@@ -92,6 +92,7 @@ def test_a_copied_block_and_a_null_block_that_becomes_one_again_are_written():
     replace(table, 0, 6)
     batch.update()
     assert rows(batch) == ["6 0 0 0 0"]
+    assert batch.update() == []
 
 
 def test_a_table_that_got_shorter_leaves_padding_behind():

@@ -93,7 +93,8 @@ def test_a_position_before_the_window_has_no_slot():
 
 def test_a_row_without_tokens_may_have_any_first_position():
     mapping = make_mapping(make_table(7), make_table(9))
-    assert mapping.fill_chunks(integers(0, 0, 1), integers(12, 3)).tolist() == [39]
+    assert mapping.fill_chunks(integers(0, 0, 1), integers(99, 3)).tolist() == [39]
+    assert mapping.fill_chunks(integers(0, 0, 1), integers(-9, 3)).tolist() == [39]
 
 
 @pytest.mark.parametrize(
