@@ -33,6 +33,7 @@ MANAGER = (
     "prefix_hit",
     "request_checks",
     "slot_needs",
+    "table_rows",
 )
 
 
