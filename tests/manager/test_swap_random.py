@@ -42,8 +42,8 @@ class Life:
     def __init__(self, seed, groups, events, watermark=0.0):
         self.random = random.Random(seed)
         num_groups = 1 if groups is None else len(groups)
-        num_blocks = self.random.randint(8, 14) * num_groups
-        num_host_blocks = self.random.randint(5, 14) * num_groups
+        num_blocks = self.random.randint(7, 12) * num_groups
+        num_host_blocks = self.random.choice([6, 10, 18]) * num_groups
         self.engine = SwapEngine(num_blocks, num_host_blocks, groups, events=events, watermark=watermark)
         self.families = [self.make_tokens(self.random.randint(8, 32)) for _ in range(3)]
         self.requests = {}  # by name; where each is, is in the books of manager and swapper
