@@ -45,7 +45,7 @@ class Life:
         num_blocks = self.random.randint(7, 12) * num_groups
         num_host_blocks = self.random.choice([6, 10, 18]) * num_groups
         self.engine = SwapEngine(num_blocks, num_host_blocks, groups, events=events, watermark=watermark)
-        self.families = [self.make_tokens(self.random.randint(8, 32)) for _ in range(3)]
+        self.families = [self.make_tokens(self.random.randint(8, 24)) for _ in range(6)]
         self.requests = {}  # by name; where each is, is in the books of manager and swapper
         self.num_made = 0
         self.counts = dict.fromkeys(("out", "in", "hit", "failed", "shared", "later", "never", "fork"), 0)
@@ -78,7 +78,7 @@ class Life:
 
     def step(self):
         often = [self.start, self.grow, self.swap_out, self.swap_in, self.close]
-        seldom = [self.arrive, self.grow, self.finish, self.fork, self.blunder, self.evict]
+        seldom = [self.arrive, self.arrive, self.finish, self.finish, self.fork, self.blunder, self.evict]
         action = self.random.choice([*often, *often, *seldom])
         action()
         self.check()
@@ -97,7 +97,7 @@ class Life:
             return
         request = self.random.choice(waiting)
         request.num_computed_tokens = 0
-        if self.random.random() < 0.7:
+        if self.random.random() < 0.9:
             plan, _ = self.engine.start_with_host(request)
             if plan is not None:
                 self.go_on(plan)
@@ -113,7 +113,7 @@ class Life:
         request = self.random.choice(running)
         num_left = request.num_tokens - request.num_computed_tokens
         if not num_left:
-            if request.num_tokens < 60:
+            if request.num_tokens < 30:
                 request.append_output_token_ids(self.make_tokens(self.random.randint(1, 6)))
             return
         self.engine.grow(request, self.random.randint(1, num_left))
@@ -134,7 +134,7 @@ class Life:
             return
         request = self.random.choice(swapped)
         num_left = request.num_tokens - request.num_computed_tokens
-        num_new, num_lookahead = self.random.randint(0, num_left), self.random.choice([0, 0, 3, 40])
+        num_new, num_lookahead = self.random.randint(0, num_left), self.random.choice([0, 0, 0, 0, 3, 40])
         options = {"num_new_tokens": num_new, "num_lookahead_tokens": num_lookahead}
         expected = self.judge_swap_in(request, **options)
         before = picture(self.engine)
@@ -190,7 +190,7 @@ class Life:
 
     def finish(self):
         """A request ends, or its user goes away."""
-        if not self.requests or self.random.random() < 0.4:
+        if not self.requests:
             return
         name = self.random.choice(list(self.requests))
         if self.engine.manager.holds_blocks(name):
