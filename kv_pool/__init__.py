@@ -26,13 +26,16 @@ from kv_pool.errors import (
     PinLimitError,
     PinnedBlockError,
     PoolExhaustedError,
+    StaleLeaseError,
     TraceError,
     UnknownDeviceError,
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockMove
 from kv_pool.manager.kv_cache_manager import CachedPrefix, KVCacheManager
+from kv_pool.manager.leases import BlockLeases, LeaseKind
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
+from kv_pool.manager.retention import BlockRetention, RetentionDirective
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 from kv_pool.protocol import (
     AllocationResult,
@@ -52,8 +55,10 @@ __all__ = [
     "BlockHasher",
     "BlockInfo",
     "BlockMove",
+    "BlockLeases",
     "BlockPool",
     "BlockRemoved",
+    "BlockRetention",
     "BlockStored",
     "CachedPrefix",
     "ControlError",
@@ -72,6 +77,7 @@ __all__ = [
     "KVPoolError",
     "KVPoolProtocol",
     "LRUEviction",
+    "LeaseKind",
     "LoRARequest",
     "MigrationResult",
     "MultiModalFeature",
@@ -81,6 +87,8 @@ __all__ = [
     "PlaceholderRange",
     "PoolExhaustedError",
     "Request",
+    "RetentionDirective",
+    "StaleLeaseError",
     "TraceError",
     "UnknownDeviceError",
     "UnknownSequenceError",
