@@ -1,6 +1,6 @@
 """The numbered truths about what a manager's companions keep, each executable; beside `core/invariants.py`.
 
-    R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and b carries the hash its claims were made for
+    R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and it carries the hash that was claimed
     R2  b has claims and that hash, and is not kept  =>  b.ref_cnt > 0
     R3  every kept block is listed once in its batch, not before `first`; a batch counts its kept blocks
     R4  a batch is in the bucket of its strength: the strongest of its claims, EXPIRED without any
