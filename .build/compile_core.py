@@ -1,4 +1,4 @@
-"""Build hook: compile core and parts of contiguous with mypyc into the wheel, or fall back to plain Python.
+"""Build hook: compile core and parts of other folders with mypyc into the wheel; where that fails, plain Python.
 
 The environment variable KV_POOL_BUILD decides, at build time only:
     auto (default)  compile; where that fails, for want of a C compiler say, build a plain wheel
@@ -17,6 +17,24 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
+CONTIGUOUS = ("move_check", "run_calls", "run_index")
+# What every step of a scheduler goes through.
+MANAGER = (
+    "block_copies",
+    "block_groups/block_group",
+    "block_groups/chunked_local_group",
+    "block_groups/make_group",
+    "block_groups/mamba_group",
+    "block_groups/scratch_group",
+    "block_groups/sliding_window_group",
+    "block_table",
+    "kv_cache_manager",
+    "prefix_caching",
+    "prefix_hit",
+    "request_checks",
+    "retention",
+    "slot_needs",
+)
 
 
 class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
@@ -56,9 +74,10 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             paths = sorted(
                 str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
             )
-            paths += [f"kv_pool/contiguous/{name}.py" for name in ("move_check", "run_calls", "run_index")]
-            # Type errors are for the gate to find, with the project's own configuration. Here NumPy may be
-            # missing, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
+            paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
+            paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
+            # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
+            # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
             options.append(f"--cache-dir={build_dir / 'mypy'}")
             distribution = Distribution(

@@ -32,7 +32,8 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockMove
-from kv_pool.manager.kv_cache_manager import CachedPrefix, KVCacheManager
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.leases import BlockLeases, LeaseKind
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.manager.retention import BlockRetention, RetentionDirective

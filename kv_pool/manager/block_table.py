@@ -1,20 +1,36 @@
-"""`BlockTable`: the blocks of one request, in the order of its tokens."""
+"""`BlockTable`: the blocks of one request in one KV cache group, in the order of its tokens."""
+
+from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 
 
+@mypyc_attr(allow_interpreted_subclasses=False)
 class BlockTable:
-    """The blocks of one request: block i holds tokens `[i * block_size, (i + 1) * block_size)`.
+    """The blocks of one request in one group: block i holds tokens `[i * block_size, (i + 1) * block_size)`.
 
-    Append-only: an id that was given to a request stays at its place until the request is freed.
+    Full blocks are immutable, the last one is written. An id stays at its place until the request is freed,
+    but for three things, which `num_edits` counts: a block that left the window becomes the null block, a
+    shared block is replaced before it is written, and a swapped request comes back in other blocks. (A
+    compaction exchanges the ids of block objects; the table does not notice, and the pool's epoch tells.)
 
     Attributes:
         blocks: head first.
-        num_cached_blocks: how many from the head are registered in the prefix map.
+        num_cached_blocks: how many from the head have been registered in the prefix map.
+        num_null_blocks: how many from the head have left the window and are the null block.
+        num_edits: how often entries that were there already have changed.
+        is_forked: the last blocks may be shared with another request that will write them.
     """
 
-    __slots__ = ("blocks", "num_cached_blocks")
+    __slots__ = ("blocks", "is_forked", "num_cached_blocks", "num_edits", "num_null_blocks")
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
-        self.num_cached_blocks = 0
+        self.num_cached_blocks: int = 0
+        self.num_null_blocks: int = 0
+        self.num_edits: int = 0
+        self.is_forked: bool = False
+
+    def list_ids(self) -> list[int]:
+        """Block ids, head first; the null block's where nothing is kept."""
+        return [block.block_id for block in self.blocks]

@@ -1,196 +1,398 @@
 """`KVCacheManager`: gives a scheduler's requests their block tables."""
 
-from dataclasses import dataclass
-from operator import index
+from collections.abc import Collection, Iterable, Sequence
+from math import lcm
+from typing import SupportsIndex
+
+from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import check_block_hashes, make_block_hash_with_group_id
-from kv_pool.core.block_pool import BlockPool
-from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.block_copies import BlockCopies
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from kv_pool.manager.prefix_caching import PrefixCaching
+from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.request import SchedulableRequest
-
-_GROUP_ID = 0
-_SPEC_KIND = "full_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """What `get_computed_blocks` found: the longest cached prefix of one request.
-
-    Attributes:
-        request_id: whose prefix it is.
-        blocks: head first. Not touched yet: they may be taken by others until `allocate_slots`.
-        num_tokens: tokens they hold, `len(blocks) * block_size`.
-        num_evictions: the pool's count at that moment, to notice whether the blocks may be stale.
-    """
-
-    request_id: str
-    blocks: list[KVCacheBlock]
-    num_tokens: int
-    num_evictions: int
+from kv_pool.manager.request_checks import as_count, check_block_size, check_bound, check_prefix
+from kv_pool.manager.retention import BlockRetention
+from kv_pool.manager.slot_needs import SlotNeeds
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KVCacheManager:
-    """Block tables for requests over one pool, for one group of full attention.
+    """Block tables for requests over one pool, for one KV cache group or several.
 
         >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
         >>> manager = KVCacheManager(BlockPool(10, True, 4))
         >>> hasher = BlockHasher(block_size=4)
         >>> first = Request("first", range(100, 110), hasher)
-        >>> [block.block_id for block in manager.allocate_slots(first, 10)]
-        [1, 2, 3]
+        >>> [[block.block_id for block in group] for group in manager.allocate_slots(first, 10)]
+        [[1, 2, 3]]
         >>> second = Request("second", range(100, 110), hasher)
         >>> prefix = manager.get_computed_blocks(second)
         >>> prefix.num_tokens
         8
-        >>> [block.block_id for block in manager.allocate_slots(second, 2, prefix)]
-        [4]
+        >>> [[block.block_id for block in group] for group in manager.allocate_slots(second, 2, prefix)]
+        [[4]]
         >>> manager.get_block_ids("second")
         [1, 2, 4]
 
     Args:
         block_pool: where the blocks come from; it may serve others as well. With a `RunBlockPool` a request's
             blocks have consecutive ids as far as possible, when it grows too.
-        block_size: tokens per block, a multiple of the pool's `hash_block_size` (the default).
+        block_size: tokens per block of one group of full attention, a multiple of the pool's
+            `hash_block_size` (the default).
+        groups: instead of `block_size`, the KV cache groups of a model whose layers are not all alike.
+        max_model_len: tokens of the longest request; none gets slots beyond it. None for no bound.
+        max_in_flight_tokens: tokens of one request that are scheduled in one step at most; with it,
+            `full_sequence_must_fit` knows how little a window needs. None for no bound.
+        watermark: share of the pool, 0 to 1, that a request without blocks has to leave free while others
+            hold some, so that these can grow.
+        retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
 
-    A scheduler's step: `get_computed_blocks` once for a new request, `allocate_slots` before its tokens
-    are computed, then `request.num_computed_tokens` counted up; `free` at the end or on preemption.
+    A scheduler's step: `get_computed_blocks` once for a new request, `allocate_slots` before its tokens are
+    computed, `take_block_copies` before the step runs, then `request.num_computed_tokens` counted up; `free`
+    at the end or on preemption.
     """
 
-    def __init__(self, block_pool: BlockPool, block_size: int | None = None) -> None:
-        self.block_pool = block_pool
-        try:
-            self.block_size = block_pool.hash_block_size if block_size is None else index(block_size)
-        except TypeError as error:
-            raise InvalidTypeError(f"block_size counts tokens: {error}") from error
-        if self.block_size < 1 or self.block_size % block_pool.hash_block_size:
-            raise InvalidArgumentError(
-                f"block_size {block_size} is not a multiple of the pool's hash_block_size "
-                f"{block_pool.hash_block_size}"
-            )
-        self._stride = self.block_size // block_pool.hash_block_size
-        self._tables: dict[str, BlockTable] = {}
-        self._run_pool = block_pool if isinstance(block_pool, RunBlockPool) else None
+    def __init__(
+        self,
+        block_pool: BlockPoolCore,
+        block_size: int | None = None,
+        *,
+        groups: Sequence[KVCacheSpec] | None = None,
+        max_model_len: int | None = None,
+        max_in_flight_tokens: int | None = None,
+        watermark: float = 0.0,
+        retention: BlockRetention | None = None,
+    ) -> None:
+        self.block_pool: BlockPoolCore = block_pool
+        if groups is None:
+            groups = [FullAttentionSpec(block_size=check_block_size(block_pool, block_size))]
+        elif block_size is not None:
+            raise InvalidArgumentError("block_size is for one group; with groups each has its own")
+        elif not groups:
+            raise InvalidArgumentError("groups is empty; a model has at least one group of layers")
+        if not 0 <= watermark < 1:
+            raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
+        self.groups: tuple[KVCacheSpec, ...] = tuple(groups)
+        for spec in self.groups:
+            if spec.is_cacheable:
+                check_block_size(block_pool, spec.block_size)
+        self.block_size: int = self.groups[0].block_size
+        self.max_model_len: int = check_bound("max_model_len", max_model_len)
+        self.max_in_flight_tokens: int = check_bound("max_in_flight_tokens", max_in_flight_tokens)
+        self.watermark_blocks: int = int(watermark * block_pool.num_gpu_blocks)
+        # What all groups can resume at. Of one group alone, any block's end.
+        self.alignment: int = lcm(*(spec.block_size for spec in self.groups if spec.is_cacheable))
+        self._groups: list[BlockGroup] = [
+            make_group(spec, block_pool, group_id, self.alignment)
+            for group_id, spec in enumerate(self.groups)
+        ]
+        self._is_full_attention: bool = len(self._groups) == 1 and isinstance(
+            self.groups[0], FullAttentionSpec
+        )
+        self._forgets: bool = any(group.forgets for group in self._groups)
+        self._tables: dict[str, list[BlockTable]] = {}
+        self._has_forks: bool = False
+        self._copies: BlockCopies = BlockCopies(block_pool)
+        self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
+        self._needs: SlotNeeds = SlotNeeds(
+            self._groups, self.max_model_len, self.max_in_flight_tokens, retention
+        )
+        self._run_pool: RunBlockPool | None = block_pool if isinstance(block_pool, RunBlockPool) else None
+        self._retention: BlockRetention | None = retention
+        if retention is not None:
+            if retention.block_pool is not block_pool:
+                raise InvalidArgumentError("the retention was made for another pool than the manager's")
+            retention.attach([spec.block_size if spec.is_cacheable else 0 for spec in self.groups])
+        self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(self._groups))
+
+    # ---- looking ---------------------------------------------------------------------------------
 
     @property
     def usage(self) -> float:
         """Share of the pool's blocks that is in use, 0 to 1."""
-        return self.block_pool.get_usage()
+        num_blocks = self.block_pool.num_gpu_blocks - 1
+        return 1.0 - self.get_num_free_blocks() / num_blocks if num_blocks else 0.0
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be had: those in the free queue, and those that a retention keeps."""
+        num_free = self.block_pool.free_block_queue.num_free_blocks
+        return num_free if self._retention is None else num_free + self._retention.num_kept
 
     def get_computed_blocks(
         self, request: SchedulableRequest, max_num_tokens: int | None = None
     ) -> CachedPrefix:
-        """The longest cached prefix of the request. Changes nothing; an empty one is an answer.
+        """The longest cached prefix of the request that all groups have. Changes nothing; an empty one is an
+        answer.
 
         Args:
             max_num_tokens: the prefix covers no more than this. By default all tokens but the last: of a
                 fully cached prompt the last token is computed anew, since its logits are needed, and with
                 it its whole block. A caller that needs no logits passes `request.num_tokens`.
-        Cost: one call into the pool, O(blocks found).
+        Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for the
+        others.
         """
-        blocks: list[KVCacheBlock] = []
-        if self.block_pool.enable_caching:
+        num_tokens = 0
+        blocks: tuple[list[KVCacheBlock], ...]
+        if not self.block_pool.enable_caching:
+            blocks = tuple([[] for _ in self._groups])
+        else:
             limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
-            hashes = request.block_hashes
-            self._check_hash_size(request)
-            if self._stride > 1:
-                hashes = hashes[self._stride - 1 :: self._stride]
-            blocks = self.block_pool.find_cached_prefix(hashes, limit // self.block_size, _GROUP_ID)
-        return CachedPrefix(
-            request.request_id,
-            blocks,
-            len(blocks) * self.block_size,
-            self.block_pool.num_evictions,
+            hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
+            self._caching.check_hash_size(request)
+            if self._is_full_attention:
+                group = self._groups[0]
+                found, num_tokens = group.find_longest_hit(group.list_hashes(hashes), limit)
+                blocks = (found,)
+            else:
+                found_by_group, num_tokens = find_common_hit(self._groups, hashes, limit)
+                blocks = tuple(found_by_group)
+        return CachedPrefix(request.request_id, blocks, num_tokens, self.block_pool.num_evictions)
+
+    def holds_blocks(self, request_id: str) -> bool:
+        """Whether the request has a block table."""
+        return request_id in self._tables
+
+    def list_request_ids(self) -> list[str]:
+        """The requests that hold blocks, in the order in which they got them."""
+        return list(self._tables)
+
+    def get_table(self, request_id: str, group_id: int = 0) -> BlockTable:
+        """The request's block table, live; only the manager changes it.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks, or there is no such group.
+        """
+        tables = self._tables_of(request_id)
+        if not 0 <= group_id < len(tables):
+            raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
+        return tables[group_id]
+
+    def get_block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
+        """The request's block table: ids in the order of its tokens, 0 where nothing is kept any more.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks, or there is no such group.
+        """
+        return self.get_table(request_id, group_id).list_ids()
+
+    def can_allocate(
+        self,
+        request: SchedulableRequest,
+        num_new_tokens: SupportsIndex,
+        cached_prefix: CachedPrefix | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+    ) -> AllocStatus:
+        """Whether `allocate_slots` with the same arguments would give blocks. Changes nothing.
+
+        Raises:
+            What `allocate_slots` raises.
+        """
+        tables = self._tables.get(request.request_id)
+        num_new = as_count("num_new_tokens", num_new_tokens)
+        num_computed = self._check_call(
+            request, tables, num_new, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
         )
+        num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
+        num_before = num_computed + num_prefix + num_external_computed_tokens
+        prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
+        num_usable = self.block_pool.num_gpu_blocks - 1
+        num_left = self._count_to_leave(tables)
+        num_available = self.get_num_free_blocks() - num_left
+        if full_sequence_must_fit:
+            num_most = self._needs.count_most_blocks(request.num_tokens, num_encoder_tokens)
+            if num_most > num_usable:
+                return AllocStatus.NEVER
+            need = self._needs.count_full_sequence(
+                request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
+            )
+            if need > num_available:
+                return AllocStatus.LATER
+        need_now = self._needs.count(
+            tables,
+            prefix_blocks,
+            num_computed,
+            num_before,
+            self._needs.limit(num_before + num_new + num_lookahead_tokens),
+            num_encoder_tokens,
+        )
+        if need_now.num_held > num_usable:
+            return AllocStatus.NEVER
+        num_given_up = 0 if tables is None else self._needs.count_to_forget(tables, num_before)
+        if need_now.num_free > num_available + num_given_up - reserved_blocks:
+            return AllocStatus.LATER
+        return AllocStatus.OK
+
+    # ---- taking ----------------------------------------------------------------------------------
 
     def allocate_slots(
         self,
         request: SchedulableRequest,
-        num_new_tokens: int,
+        num_new_tokens: SupportsIndex,
         cached_prefix: CachedPrefix | None = None,
         *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
-    ) -> list[KVCacheBlock] | None:
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Make room for the next `num_new_tokens` tokens of the request.
 
-            |<- num_computed_tokens ->|<- cached_prefix ->|<- num_new_tokens ->|
-            |    in the block table   |    touch these    |   get_new_blocks   |
+            |<- num_computed_tokens ->|<- cached_prefix ->|<- external ->|<- new ->|<- lookahead ->|
+            |    in the block table   |    touch these    |          get_new_blocks                |
 
         Args:
-            num_new_tokens: tokens about to be computed, lookahead included; 0 or more.
+            num_new_tokens: tokens about to be computed; 0 or more.
             cached_prefix: what `get_computed_blocks` found for this request, if it has no blocks yet.
+            num_lookahead_tokens: slots beyond them, for tokens that are only guessed yet.
+            num_external_computed_tokens: tokens after the prefix whose KV comes from elsewhere, for a request
+                without blocks. It is yours to write it before the step runs, or to pass
+                `delay_cache_blocks` and call `cache_blocks` when it is there.
             delay_cache_blocks: do not make the new full blocks findable yet; `cache_blocks` does it later
                 (their content is still on its way).
+            num_encoder_tokens: tokens of the encoder, for groups of cross-attention.
+            full_sequence_must_fit: None unless there is room now for all tokens of the request, even where
+                this is only the first part of them.
+            reserved_blocks: leave so many blocks free.
         Returns:
-            The blocks added besides the prefix, or None when they do not fit, with nothing changed. Free
-            prefix blocks count as needed: they leave the free queue too.
+            For each group the blocks added besides the prefix; or None when they do not fit, with nothing
+            changed but that blocks which left the window have been given up. Free prefix blocks count as
+            needed: they leave the free queue too.
         Raises:
             InvalidArgumentError: a negative count, more computed tokens than there are slots, a prefix for
                 another request or for one with blocks.
             InvalidBlockError: the prefix is stale: a block was given to somebody else since. Look it up
                 again. In all cases nothing has changed.
-        Full blocks of known tokens become findable at once.
-        Cost: O(blocks touched and added).
+        Full blocks of known tokens become findable at once. Blocks that the step writes and that a fork
+        shares are replaced: see `take_block_copies`.
+        Cost: O(groups + blocks touched, added and given up).
         """
-        pool = self.block_pool
         request_id = request.request_id
-        table = self._tables.get(request_id)
-        try:
-            num_new_tokens = index(num_new_tokens)
-            num_computed_tokens = index(request.num_computed_tokens)
-        except TypeError as error:
-            raise InvalidTypeError(f"num_new_tokens and num_computed_tokens count tokens: {error}") from error
-        if num_new_tokens < 0:
-            raise InvalidArgumentError(f"num_new_tokens is {num_new_tokens}; it counts tokens, 0 or more")
-        hits: list[KVCacheBlock] = []
-        if cached_prefix is not None:
-            self._check_prefix(request, cached_prefix, table)
-            hits = cached_prefix.blocks
-        num_held = 0 if table is None else len(table.blocks)
-        if not 0 <= num_computed_tokens <= num_held * self.block_size:
-            raise InvalidArgumentError(
-                f"request {request_id!r} says {num_computed_tokens} tokens are computed, but holds "
-                f"{num_held} blocks of {self.block_size}; set num_computed_tokens to 0 when it is freed"
-            )
-        num_tokens = num_computed_tokens + len(hits) * self.block_size + num_new_tokens
-        num_blocks = -(-num_tokens // self.block_size)
-        num_new_blocks = max(0, num_blocks - num_held - len(hits))
-        num_free_hits = 0
-        for block in hits:
-            if block.ref_cnt == 0:
-                num_free_hits += 1
-        if num_new_blocks + num_free_hits > pool.get_num_free_blocks():
-            return None
+        tables = self._tables.get(request_id)
+        num_new = as_count("num_new_tokens", num_new_tokens)
+        num_computed = self._check_call(
+            request, tables, num_new, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
+        )
+        num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
+        num_before = num_computed + num_prefix + num_external_computed_tokens
+        num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
+        prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_to_cache = 0
-        if pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = self._count_cacheable_blocks(min(num_tokens, request.num_tokens))
-            num_cached = len(hits) if table is None else table.num_cached_blocks
-            self._check_cacheable(request, num_cached, num_to_cache)
+        if self.block_pool.enable_caching and not delay_cache_blocks:
+            num_to_cache = min(self._needs.limit(num_before + num_new), request.num_tokens)
+            self._caching.check(request, tables, num_prefix, num_to_cache)
 
-        # Hits first: until they are touched, they may be among the blocks that get_new_blocks takes.
-        if hits:
-            pool.touch(hits)
-        if not num_new_blocks:
-            new_blocks = []
-        elif self._run_pool is None or not (num_held or hits):
-            new_blocks = pool.get_new_blocks(num_new_blocks)
+        num_available = self.get_num_free_blocks()
+        num_left = self._count_to_leave(tables)
+        if full_sequence_must_fit:
+            need = self._needs.count_full_sequence(
+                request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
+            )
+            if need > num_available - num_left:
+                return None
+        if self._forgets and tables is not None:
+            self._forget_blocks(request_id, tables, num_before)
+            num_available = self.get_num_free_blocks()
+        need_now = self._needs.count(
+            tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
+        )
+        if need_now.num_free > num_available - num_left - reserved_blocks:
+            return None
+
+        if tables is None:
+            tables = [BlockTable() for _ in self._groups]
+            self._tables[request_id] = tables
+            # Hits first, in all groups: until they are touched, they may be among the blocks that are taken.
+            self._add_prefix(tables, prefix_blocks, num_before)
+            if self._retention is not None and self._retention.is_active:
+                self._retention.note_admitted(request)
+            if num_external_computed_tokens:
+                self._extend(tables, num_before, 0)
+        elif self._has_forks:
+            self._replace_shared(tables, num_computed, num_tokens)
+        if need_now.num_free or num_external_computed_tokens:
+            added = self._extend(tables, num_tokens, num_encoder_tokens)
         else:
-            last = hits[-1] if table is None else table.blocks[-1]
-            new_blocks = self._run_pool.get_new_blocks_after(last, num_new_blocks)
-        if table is None:
-            table = BlockTable()
-            self._tables[request_id] = table
-        table.blocks.extend(hits)
-        table.blocks.extend(new_blocks)
-        if hits:
-            table.num_cached_blocks = len(hits)
-        if num_to_cache > table.num_cached_blocks:
-            self._cache(request, table, num_to_cache)
-        return new_blocks
+            added = self._no_blocks
+        if num_to_cache:
+            self._caching.cache(request, tables, num_to_cache)
+        return added
+
+    def take_block_copies(self) -> list[BlockMove]:
+        """Copies to make before the next step writes anything; once per step, after its `allocate_slots`.
+
+        A request that writes to a block which a fork shares gets another one in its place, and this is where
+        the content comes from. The sources may be reused by whatever is allocated after this call.
+        """
+        return self._copies.take()
+
+    def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
+        """Let `child` go on from where `parent` is, in the same blocks.
+
+        Blocks with computed tokens get one reference more; slots beyond these are the parent's alone. Whoever
+        writes first to the block that both would write to gets a copy of it.
+
+        Args:
+            parent: between two steps: its `num_computed_tokens` counts all that was written.
+            child: without blocks; its first `num_computed_tokens` tokens, as many as the parent's, are the
+                parent's.
+        Raises:
+            InvalidArgumentError: a parent without blocks, or with a step still to be counted; a child with
+                blocks or another count. Nothing has changed.
+        Cost: O(blocks of the parent).
+        """
+        tables = self._tables_of(parent.request_id)
+        num_computed = parent.num_computed_tokens
+        if child.request_id in self._tables:
+            raise InvalidArgumentError(f"request {child.request_id!r} has blocks already")
+        if child.num_computed_tokens != num_computed:
+            raise InvalidArgumentError(
+                f"request {parent.request_id!r} has {num_computed} computed tokens, its fork "
+                f"{child.request_id!r} says {child.num_computed_tokens}; set the child's to the parent's"
+            )
+        for table, group in zip(tables, self._groups, strict=True):
+            num_cached = table.num_cached_blocks * group.block_size
+            if group.is_cacheable and num_computed < num_cached:
+                raise InvalidArgumentError(
+                    f"request {parent.request_id!r} has blocks cached for {num_cached} tokens and says "
+                    f"{num_computed} are computed; count them up before it is forked"
+                )
+        copies: list[BlockTable] = []
+        for table, group in zip(tables, self._groups, strict=True):
+            num_shared = len(table.blocks)
+            if group.is_cacheable:
+                num_shared = min(num_shared, group.count_table_blocks(num_computed))
+            copy = BlockTable()
+            copy.blocks = table.blocks[:num_shared]
+            copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
+            copy.num_null_blocks = min(table.num_null_blocks, num_shared)
+            copy.is_forked = True
+            table.is_forked = True
+            self.block_pool.touch(copy.blocks)
+            copies.append(copy)
+        self._tables[child.request_id] = copies
+        self._has_forks = True
+
+    # ---- caching ---------------------------------------------------------------------------------
 
     def cache_blocks(self, request: SchedulableRequest, num_computed_tokens: int) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens findable.
@@ -201,16 +403,63 @@ class KVCacheManager:
             InvalidArgumentError: no such request, or it has no slots or hashes for so many tokens. Nothing
                 has changed.
         """
-        table = self._table_of(request.request_id)
-        if not 0 <= num_computed_tokens <= len(table.blocks) * self.block_size:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has slots for {len(table.blocks) * self.block_size} tokens, "
-                f"not {num_computed_tokens}; call allocate_slots() first"
-            )
-        num_full_blocks = self._count_cacheable_blocks(num_computed_tokens)
-        self._check_cacheable(request, table.num_cached_blocks, num_full_blocks)
-        if self.block_pool.enable_caching and num_full_blocks > table.num_cached_blocks:
-            self._cache(request, table, num_full_blocks)
+        tables = self._tables_of(request.request_id)
+        for table, group in zip(tables, self._groups, strict=True):
+            num_slots = len(table.blocks) * group.block_size
+            if group.is_cacheable and not 0 <= num_computed_tokens <= num_slots:
+                raise InvalidArgumentError(
+                    f"request {request.request_id!r} has slots for {num_slots} tokens, "
+                    f"not {num_computed_tokens}; call allocate_slots() first"
+                )
+        if self.block_pool.enable_caching:
+            self._caching.check(request, tables, 0, num_computed_tokens)
+            self._caching.cache(request, tables, num_computed_tokens)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
+        listed = list(block_ids)
+        self.block_pool.evict_blocks(listed)
+        if self._retention is not None and self._retention.is_active:
+            self._retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+
+    def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
+        """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any more.
+
+        See `invalid_blocks.report_invalid_blocks`. Set `num_computed_tokens` of each request that is named to
+        what is given there before its next `allocate_slots`; blocks that several of them would compute anew are
+        replaced then as if they were forks. Where it is 0, free the request and admit it again.
+        Raises:
+            InvalidBlockError: an id is not one of this pool's. Nothing has changed.
+        """
+        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, block_ids)
+        if report.num_valid_tokens:
+            self._has_forks = True
+        if self._retention is not None and self._retention.is_active:
+            self._retention.forget_blocks(report.evicted_blocks)
+        return report
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix; False, with nothing changed, while any request holds blocks."""
+        pool = self.block_pool
+        retention = self._retention
+        if retention is not None and retention.num_held:
+            if pool.free_block_queue.num_free_blocks + retention.num_held == pool.num_gpu_blocks - 1:
+                retention.release_all()
+        return pool.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The pool's events since the last call; stores say the kind of attention of their group."""
+        events = self.block_pool.take_events()
+        for event in events:
+            if not isinstance(event, BlockStored) or event.group_idx is None:
+                continue
+            if 0 <= event.group_idx < len(self.groups):
+                spec = self.groups[event.group_idx]
+                event.kv_cache_spec_kind = spec.kind
+                event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
+        return events
+
+    # ---- giving back -----------------------------------------------------------------------------
 
     def free(self, request: SchedulableRequest) -> None:
         """Give all blocks of the request back, its tail to be reused before its head.
@@ -219,98 +468,201 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """
-        table = self._table_of(request.request_id)
-        self.block_pool.free_blocks(table.blocks[::-1])
-        del self._tables[request.request_id]
+        request_id = request.request_id
+        tables = self._tables_of(request_id)
+        del self._tables[request_id]
+        retention = self._retention
+        if retention is not None and not retention.is_active:
+            retention = None
+        for group_id, table in enumerate(tables):
+            blocks = table.blocks[table.num_null_blocks :]
+            if len(self._copies):
+                self._copies.drop(blocks)
+            if retention is not None:
+                retention.cover(request_id, group_id, table.num_null_blocks, blocks)
+            blocks.reverse()
+            self._free_blocks(blocks)
+        if retention is not None:
+            retention.forget_request(request_id)
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        """The request's block table: ids in the order of its tokens.
+    def pop_tables(self, request_id: str) -> list[BlockTable]:
+        """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
 
         Raises:
-            InvalidArgumentError: the request has no blocks.
+            InvalidArgumentError: the request has no blocks, or copies of some are still to be made.
         """
-        return [block.block_id for block in self._table_of(request_id).blocks]
+        tables = self._tables_of(request_id)
+        if any(self._copies.concerns(table.blocks) for table in tables):
+            raise InvalidArgumentError(
+                f"request {request_id!r} has blocks whose content is still to be copied; apply "
+                "take_block_copies() first"
+            )
+        del self._tables[request_id]
+        return tables
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every prefix; False, with nothing changed, while any request holds blocks."""
-        return self.block_pool.reset_prefix_cache()
+    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
+        """Give tables with referenced blocks to a request that has none: the inverse of `pop_tables`.
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """The pool's events since the last call; stores say the kind of attention of their group."""
-        events = self.block_pool.take_events()
-        for event in events:
-            if isinstance(event, BlockStored) and event.group_idx == _GROUP_ID:
-                event.kv_cache_spec_kind = _SPEC_KIND
-        return events
+        Raises:
+            InvalidArgumentError: the request has blocks, or a number of tables that is not that of groups.
+        """
+        if request_id in self._tables:
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already")
+        if len(tables) != len(self._groups):
+            raise InvalidArgumentError(f"{len(tables)} tables for {len(self._groups)} groups")
+        self._tables[request_id] = tables
 
-    def _table_of(self, request_id: str) -> BlockTable:
-        table = self._tables.get(request_id)
-        if table is None:
+    def _count_to_leave(self, tables: list[BlockTable] | None) -> int:
+        """The watermark, for a request without blocks while others hold some."""
+        return self.watermark_blocks if tables is None and self._tables else 0
+
+    # ---- changing tables -------------------------------------------------------------------------
+
+    def _take(self, num_blocks: int) -> list[KVCacheBlock]:
+        if self._retention is not None and self._retention.is_active:
+            self._retention.make_room(num_blocks)
+        return self.block_pool.get_new_blocks(num_blocks)
+
+    def _free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        if self._retention is not None and self._retention.is_active:
+            self._retention.free_blocks(blocks)
+        else:
+            self.block_pool.free_blocks(blocks)
+
+    def _add_prefix(
+        self, tables: list[BlockTable], prefix_blocks: Sequence[Sequence[KVCacheBlock]], num_before: int
+    ) -> None:
+        """Start the tables of a request with its hits; the null block where the window has passed."""
+        for group in self._groups:
+            hits = prefix_blocks[group.group_id]
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            if not hits and not num_skipped:
+                continue
+            table = tables[group.group_id]
+            used = hits[num_skipped:] if num_skipped else hits
+            self.block_pool.touch(used)
+            if self._retention is not None and self._retention.is_active:
+                self._retention.note_taken(used)
+            if num_skipped:
+                table.blocks.extend([self.block_pool.null_block] * num_skipped)
+            table.blocks.extend(used)
+            table.num_null_blocks = num_skipped
+            table.num_cached_blocks = len(table.blocks)
+
+    def _extend(
+        self, tables: list[BlockTable], num_tokens: int, num_encoder_tokens: int
+    ) -> tuple[Sequence[KVCacheBlock], ...]:
+        """Append new blocks until each table has slots for `num_tokens` tokens; what was appended."""
+        added: list[Sequence[KVCacheBlock]] = []
+        for group in self._groups:
+            table = tables[group.group_id]
+            num_blocks = group.count_table_blocks(num_tokens if group.is_cacheable else num_encoder_tokens)
+            num_new = group.count_new_blocks(len(table.blocks), num_blocks)
+            if not num_new:
+                added.append(self._no_blocks[0])
+                continue
+            if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
+                if self._retention is not None and self._retention.is_active:
+                    self._retention.make_room(num_new)
+                blocks = self._run_pool.get_new_blocks_after(table.blocks[-1], num_new)
+            else:
+                blocks = self._take(num_new)
+            group.extend_table(table, num_blocks, blocks)
+            added.append(blocks)
+        return tuple(added)
+
+    def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
+        """Give up what no later token attends to, the last of it first; the null block takes its place."""
+        null_block = self.block_pool.null_block
+        for group in self._groups:
+            if not group.forgets:
+                continue
+            table = tables[group.group_id]
+            blocks = table.blocks
+            end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(blocks))
+            if end <= table.num_null_blocks:
+                continue
+            if self._retention is not None and self._retention.is_active:
+                first = table.num_null_blocks
+                self._retention.cover(request_id, group.group_id, first, blocks[first:end])
+            given_up: list[KVCacheBlock] = []
+            for position in range(end - 1, table.num_null_blocks - 1, -1):
+                block = blocks[position]
+                if not block.is_null:
+                    given_up.append(block)
+                    blocks[position] = null_block
+            table.num_null_blocks = end
+            table.num_edits += 1
+            if given_up:
+                if len(self._copies):
+                    self._copies.drop(given_up)
+                self._free_blocks(given_up)
+
+    def _replace_shared(self, tables: list[BlockTable], num_computed: int, num_tokens: int) -> None:
+        """Put blocks of its own where a request would write to one that others hold; note what to copy."""
+        for group in self._groups:
+            table = tables[group.group_id]
+            if not table.is_forked:
+                continue
+            num_blocks = group.count_table_blocks(num_tokens)
+            for position in self._needs.list_shared(table, group, num_computed, num_blocks):
+                shared = table.blocks[position]
+                (own,) = self._take(1)
+                table.blocks[position] = own
+                table.num_edits += 1
+                if position * group.block_size < num_computed:
+                    self._copies.add(shared, own)
+                else:
+                    self.block_pool.free_blocks([shared])
+            table.is_forked = False
+
+    # ---- checking --------------------------------------------------------------------------------
+
+    def _tables_of(self, request_id: str) -> list[BlockTable]:
+        tables = self._tables.get(request_id)
+        if tables is None:
             raise InvalidArgumentError(
                 f"request {request_id!r} has no blocks: never allocated, or freed already"
             )
-        return table
+        return tables
 
-    def _cache(self, request: SchedulableRequest, table: BlockTable, num_full_blocks: int) -> None:
-        self.block_pool.cache_full_blocks(
-            request,
-            table.blocks,
-            table.num_cached_blocks,
-            num_full_blocks,
-            self.block_size,
-            _GROUP_ID,
+    def _check_call(
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable] | None,
+        num_new_tokens: int,
+        cached_prefix: CachedPrefix | None,
+        num_lookahead_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> int:
+        """The request's computed tokens. Raises what `allocate_slots` says."""
+        if num_new_tokens < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
+            raise InvalidArgumentError(
+                f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}, "
+                f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
+            )
+        num_computed = as_count("num_computed_tokens", request.num_computed_tokens)
+        if cached_prefix is not None:
+            check_prefix(request, cached_prefix, tables is not None, self._groups, self.block_pool)
+        if tables is None:
+            if num_computed:
+                self._raise_uncomputed(request, num_computed, 0, self.block_size)
+            return 0
+        if num_external_computed_tokens:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has blocks already; external tokens come before all"
+            )
+        for group in self._groups:
+            if group.is_cacheable:
+                num_held = len(tables[group.group_id].blocks)
+                if not 0 <= num_computed <= num_held * group.block_size:
+                    self._raise_uncomputed(request, num_computed, num_held, group.block_size)
+        return num_computed
+
+    def _raise_uncomputed(
+        self, request: SchedulableRequest, num_computed: int, num_held: int, block_size: int
+    ) -> None:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} says {num_computed} tokens are computed, but holds "
+            f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed"
         )
-        table.num_cached_blocks = num_full_blocks
-
-    def _count_cacheable_blocks(self, num_tokens: int) -> int:
-        """Full blocks among these tokens whose hash, lookahead included, can be known."""
-        return max(0, num_tokens - self.block_pool.num_hash_lookahead_tokens) // self.block_size
-
-    def _check_cacheable(
-        self, request: SchedulableRequest, num_cached_blocks: int, num_full_blocks: int
-    ) -> None:
-        """Raise now what caching blocks `[num_cached_blocks, num_full_blocks)` would raise later."""
-        if num_full_blocks <= num_cached_blocks:
-            return
-        self._check_hash_size(request)
-        hashes = request.block_hashes
-        num_hashed = len(hashes) // self._stride
-        if num_full_blocks > num_hashed:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has hashes for {num_hashed} blocks of {self.block_size} "
-                f"tokens; {num_full_blocks} are full. Was its hasher made with another block size?"
-            )
-        check_block_hashes(hashes, num_cached_blocks * self._stride, num_full_blocks * self._stride)
-        if self.block_pool.enable_kv_cache_events:
-            check_announceable(request)
-
-    def _check_hash_size(self, request: SchedulableRequest) -> None:
-        num_hashed_tokens = len(request.block_hashes) * self.block_pool.hash_block_size
-        if num_hashed_tokens > request.num_tokens:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
-                f"{num_hashed_tokens}. Was its hasher made with another block size than the pool's "
-                f"{self.block_pool.hash_block_size}?"
-            )
-
-    def _check_prefix(
-        self, request: SchedulableRequest, prefix: CachedPrefix, table: BlockTable | None
-    ) -> None:
-        if prefix.request_id != request.request_id:
-            raise InvalidArgumentError(
-                f"the cached prefix was found for request {prefix.request_id!r}, not {request.request_id!r}"
-            )
-        if prefix.blocks and (table is not None or request.num_computed_tokens):
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has blocks already; a cached prefix goes in front of all"
-            )
-        if prefix.num_evictions == self.block_pool.num_evictions:
-            return
-        hashes = request.block_hashes
-        for position, block in enumerate(prefix.blocks):
-            block_hash = hashes[(position + 1) * self._stride - 1]
-            if block.block_hash != make_block_hash_with_group_id(block_hash, _GROUP_ID):
-                raise InvalidBlockError(
-                    f"block {block.block_id}, position {position} of the cached prefix of request "
-                    f"{request.request_id!r}, has been given to somebody else since; look it up again"
-                )

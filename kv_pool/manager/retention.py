@@ -277,6 +277,8 @@ class BlockRetention:
             ranges.append((directive.start, directive.end, self._make_claim(directive)))
             if directive.pin and directive.end is not None:
                 for group_id, block_size in enumerate(self._block_sizes):
+                    if block_size == 0:
+                        continue
                     end = -(-directive.end // block_size)
                     pins.update((group_id, index) for index in range(directive.start // block_size, end))
         old = self._promised_pins.get(request_id)
@@ -406,7 +408,10 @@ class BlockRetention:
     # ---- for the manager ---------------------------------------------------------------------------
 
     def attach(self, block_sizes: Sequence[int]) -> None:
-        """The manager's groups have blocks of so many tokens. Called once, before there are directives."""
+        """The manager's groups have blocks of so many tokens; 0 where nothing is cached.
+
+        Called once, before there are directives.
+        """
         self._block_sizes = tuple(block_sizes)
 
     def holds(self, block: KVCacheBlock) -> bool:
@@ -450,6 +455,8 @@ class BlockRetention:
         if ranges is None:
             return
         block_size = self._block_sizes[group_id]
+        if block_size == 0:
+            return
         num_blocks = len(blocks)
         promised = self._promised_pins.get(request_id)
         covers = self._covers

@@ -5,8 +5,8 @@ from array import array
 
 import numpy as np
 
-from kv_pool.core.block import KVCacheBlock
-from kv_pool.manager.kv_cache_manager import CachedPrefix, KVCacheManager
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport, summarize_calls
 
@@ -48,7 +48,7 @@ class Tally:
     def count_hit(self, request: ReplayRequest, prefix: CachedPrefix) -> None:
         """Count the prefix with which a request was admitted for the first time."""
         num_tokens = min(prefix.num_tokens, request.input_length)
-        self.report.blocks_hit += len(prefix.blocks)
+        self.report.blocks_hit += len(prefix.blocks[0])
         self.report.tokens_hit += num_tokens
         self._sum_request_hit_rates += num_tokens / request.input_length
 
@@ -60,14 +60,15 @@ class Tally:
 
     def allocate(
         self, request: ReplayRequest, num_new_tokens: int, prefix: CachedPrefix | None = None
-    ) -> list[KVCacheBlock] | None:
+    ) -> bool:
+        """Whether the request got slots for so many more tokens."""
         start = time.perf_counter_ns()
-        blocks = self.manager.allocate_slots(request, num_new_tokens, prefix)
+        has_room = self.manager.allocate_slots(request, num_new_tokens, prefix) is not None
         self._allocate_ns.append(time.perf_counter_ns() - start)
         in_use = self.num_blocks_in_use
         if in_use > self.report.peak_blocks_in_use:
             self.report.peak_blocks_in_use = in_use
-        return blocks
+        return has_room
 
     def free(self, request: ReplayRequest) -> None:
         """Give the request's blocks back, after looking how contiguous they were."""

@@ -110,7 +110,7 @@ class TraceClock:
             request = self._waiting[0]
             prefix = self.tally.look_up(request)
             num_new_tokens = request.num_tokens - prefix.num_tokens
-            if self.tally.allocate(request, num_new_tokens, prefix) is None:
+            if not self.tally.allocate(request, num_new_tokens, prefix):
                 return
             self._waiting.popleft()
             if request.request_id not in self._admissions:
@@ -142,7 +142,7 @@ class TraceClock:
             return
         block_size = self.tally.manager.block_size
         num_next = min(request.num_output_left, block_size - request.num_tokens % block_size)
-        while self.tally.allocate(request, num_next) is None:
+        while not self.tally.allocate(request, num_next):
             victim = self._running[next(reversed(self._running))]
             self._preempt(victim)
             if victim is request:

@@ -286,15 +286,15 @@ def test_a_manager_finds_the_same_prefix_before_and_after():
         manager.allocate_slots(request, 22)
     engine = SlotEngine(pool)
     for request in requests:
-        engine.write(manager._tables[request.request_id].blocks, request.request_id)
+        engine.write(manager.get_table(request.request_id).blocks, request.request_id)
     for request in requests[:3]:
         manager.free(request)
     found = [manager.get_computed_blocks(request) for request in requests]
-    read = [engine.read(prefix.blocks) for prefix in found]
+    read = [engine.read(prefix.blocks[0]) for prefix in found]
     assert pack(pool, engine.copy)
     again = [manager.get_computed_blocks(request) for request in requests]
     assert [prefix.blocks for prefix in again] == [prefix.blocks for prefix in found]
-    assert [engine.read(prefix.blocks) for prefix in again] == read
+    assert [engine.read(prefix.blocks[0]) for prefix in again] == read
     assert sorted(manager.get_block_ids("3")) == [1, 2, 3, 4, 5, 6]
 
 

@@ -40,7 +40,7 @@ def start(manager, request):
 def test_a_prompt_gets_blocks_and_its_full_ones_are_cached():
     manager = make_manager()
     _, blocks = start(manager, make_request("a", range(10)))
-    assert ids(blocks) == manager.get_block_ids("a") == [1, 2, 3]
+    assert ids(blocks[0]) == manager.get_block_ids("a") == [1, 2, 3]
     assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
     assert manager.usage == pytest.approx(3 / 8)
 
@@ -50,7 +50,7 @@ def test_a_second_request_shares_the_prefix():
     start(manager, make_request("a", range(10)))
     hit, blocks = start(manager, make_request("b", [*range(8), 90, 91]))
     assert hit == 8
-    assert ids(blocks) == [4]
+    assert ids(blocks[0]) == [4]
     assert manager.get_block_ids("b") == [1, 2, 4]
     assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
 
@@ -94,7 +94,7 @@ def test_generated_tokens_take_a_block_when_they_need_one():
     taken = []
     for token in range(100, 107):
         request.append_output_token_ids([token])
-        taken.append(ids(manager.allocate_slots(request, 1)))
+        taken.append(ids(manager.allocate_slots(request, 1)[0]))
         request.num_computed_tokens += 1
     assert taken == [[], [], [3], [], [], [], [4]]
     assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1* 2* 3* 4"
@@ -103,7 +103,7 @@ def test_generated_tokens_take_a_block_when_they_need_one():
 def test_lookahead_slots_are_not_cached():
     manager = make_manager()
     request = make_request("a", range(6))
-    assert ids(manager.allocate_slots(request, 6 + 6)) == [1, 2, 3]
+    assert ids(manager.allocate_slots(request, 6 + 6)[0]) == [1, 2, 3]
     assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
 
 
@@ -127,7 +127,7 @@ def test_free_hits_count_as_needed():
     assert start(manager, make_request("b", [*range(8), *range(50, 62)])) == (8, None)
     assert state(manager.block_pool) == before
     hit, blocks = start(manager, make_request("c", [*range(8), *range(50, 58)]))
-    assert (hit, len(blocks)) == (8, 2)
+    assert (hit, len(blocks[0])) == (8, 2)
 
 
 def test_hits_are_not_handed_out_to_the_same_request():
@@ -138,7 +138,7 @@ def test_hits_are_not_handed_out_to_the_same_request():
     hit, blocks = start(manager, make_request("b", [*range(8), 1, 2, 3, 4]))
     assert hit == 8
     assert manager.get_block_ids("b") == [1, 2, 3]
-    assert ids(blocks) == [3]
+    assert ids(blocks[0]) == [3]
 
 
 def test_delayed_blocks_are_found_once_they_are_cached():
@@ -165,7 +165,7 @@ def test_caching_more_than_there_are_slots_for_is_refused():
 def test_without_caching_nothing_is_found():
     manager = make_manager(caching=False)
     start(manager, make_request("a", range(8)))
-    assert manager.get_computed_blocks(make_request("b", range(8))).blocks == []
+    assert manager.get_computed_blocks(make_request("b", range(8))).blocks == ([],)
     assert state(manager.block_pool) == "free: 3 4 5 6 7 8 | in use: 1 2"
 
 
@@ -212,7 +212,7 @@ def test_a_prefix_survives_the_eviction_of_other_blocks():
     late = make_request("b", range(9))
     prefix = manager.get_computed_blocks(late)
     manager.block_pool.evict_blocks({3})
-    assert ids(manager.allocate_slots(late, 1, prefix)) == [4]
+    assert ids(manager.allocate_slots(late, 1, prefix)[0]) == [4]
 
 
 def test_a_prefix_of_another_request_is_refused():
@@ -254,7 +254,7 @@ def test_a_reset_waits_for_running_requests():
     assert not manager.reset_prefix_cache()
     manager.free(request)
     assert manager.reset_prefix_cache()
-    assert manager.get_computed_blocks(make_request("b", range(8))).blocks == []
+    assert manager.get_computed_blocks(make_request("b", range(8))).blocks == ([],)
     stored, cleared = manager.take_events()
     assert stored.kv_cache_spec_kind == "full_attention"
     assert type(cleared).__name__ == "AllBlocksCleared"
@@ -317,17 +317,17 @@ def test_a_number_of_tokens_that_is_no_int_changes_nothing(wrong):
     before = state(manager.block_pool)
     late = make_request("b", range(9))
     prefix = manager.get_computed_blocks(late)
-    with pytest.raises(InvalidTypeError, match="count tokens"):
+    with pytest.raises(InvalidTypeError, match="counts tokens"):
         manager.allocate_slots(late, wrong, prefix)
     late.num_computed_tokens = wrong
-    with pytest.raises(InvalidTypeError, match="count tokens"):
+    with pytest.raises(InvalidTypeError, match="counts tokens"):
         manager.allocate_slots(late, 1)
     assert state(manager.block_pool) == before
 
 
 def test_numpy_counts_will_do():
     manager = make_manager()
-    assert ids(manager.allocate_slots(make_request("a", range(8)), np.int64(8))) == [1, 2]
+    assert ids(manager.allocate_slots(make_request("a", range(8)), np.int64(8))[0]) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_a_request_that_was_freed_starts_from_nothing():
 def test_an_empty_prefix_of_another_request_is_refused():
     manager = make_manager()
     prefix = manager.get_computed_blocks(make_request("b", range(9)))
-    assert prefix.blocks == []
+    assert prefix.blocks == ([],)
     with pytest.raises(InvalidArgumentError, match="was found for request 'b', not 'c'"):
         manager.allocate_slots(make_request("c", range(9)), 9, prefix)
 
@@ -462,5 +462,5 @@ def test_on_a_pool_with_runs_a_request_that_began_with_no_tokens_grows():
     """It raised IndexError: the last of no blocks."""
     manager = KVCacheManager(RunBlockPool(40, True, 4))
     request = make_request("a", range(8))
-    assert manager.allocate_slots(request, 0) == []
-    assert len(manager.allocate_slots(request, 8)) == 2
+    assert manager.allocate_slots(request, 0) == ((),)
+    assert len(manager.allocate_slots(request, 8)[0]) == 2

@@ -42,9 +42,9 @@ def test_blocks_in_use_are_those_that_are_not_free():
     assert tally.report.peak_blocks_in_use == 5
 
 
-def test_an_allocation_that_does_not_fit_is_none_and_still_a_call():
+def test_an_allocation_that_does_not_fit_is_refused_and_still_a_call():
     tally = make_tally(2)
-    assert tally.allocate(make_request(1, 12), 12) is None
+    assert not tally.allocate(make_request(1, 12), 12)
     assert tally.num_blocks_in_use == 0
     assert tally.finish(0.0).allocate.calls == 1
 

@@ -259,7 +259,7 @@ class PagedSequences:
             return False
         sources = self.manager.get_block_ids(request.request_id)
         targets = manager.get_block_ids(copy.request_id)
-        first = len(prefix.blocks)
+        first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
         try:
             self.storage.copy_to(target.storage, moves)

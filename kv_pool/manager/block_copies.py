@@ -1,0 +1,51 @@
+"""`BlockCopies`: copies that the engine has to make before it writes, because a shared block was replaced."""
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockMove
+
+
+class BlockCopies:
+    """Copies to be made. Their sources stay referenced until the engine has fetched the list.
+
+    Until then no source is taken by anybody, so no block is both source and target.
+    """
+
+    def __init__(self, pool: BlockPoolCore) -> None:
+        self._pool: BlockPoolCore = pool
+        self._source_of: dict[KVCacheBlock, KVCacheBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._source_of)
+
+    def add(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
+        """`target` is to hold what `source` holds. The caller's reference to `source` goes over to this."""
+        first = self._source_of.get(source)
+        if first is not None:
+            # It is not written yet itself: what it will hold is elsewhere.
+            self._pool.touch([first])
+            self._pool.free_blocks([source])
+            source = first
+        self._source_of[target] = source
+
+    def concerns(self, blocks: list[KVCacheBlock]) -> bool:
+        """Whether one of these blocks still lacks its content."""
+        return any(block in self._source_of for block in blocks)
+
+    def drop(self, blocks: list[KVCacheBlock]) -> None:
+        """Copies into those of these blocks that nobody else holds need not be made any more."""
+        for block in blocks:
+            if block.ref_cnt == 1:
+                source = self._source_of.pop(block, None)
+                if source is not None:
+                    self._pool.free_blocks([source])
+
+    def take(self) -> list[BlockMove]:
+        """Hand over the copies; each source may be reused by whoever allocates next."""
+        if not self._source_of:
+            return []
+        moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
+        sources = list(self._source_of.values())
+        self._source_of = {}
+        self._pool.free_blocks(sources)
+        return moves

@@ -1,0 +1,52 @@
+"""`ChunkedLocalGroup`: keeps the blocks of the chunk that the next token is in."""
+
+from typing import Final
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_group import BlockGroup
+
+
+class ChunkedLocalGroup(BlockGroup):
+    """A token attends to the tokens before it in its own chunk. See `BlockGroup`."""
+
+    def __init__(
+        self, pool: BlockPoolCore, group_id: int, block_size: int, alignment: int, chunk_size: int
+    ) -> None:
+        super().__init__(pool, group_id, block_size, alignment)
+        self.chunk_size: Final = chunk_size
+        self.forgets = True
+        self.is_downward_closed = False
+
+    def find_longest_hit(
+        self, block_hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[KVCacheBlock], int]:
+        """As in `BlockGroup`: earlier chunks need no blocks, the last one all from its start."""
+        pool = self.pool
+        block_size = self.block_size
+        while True:
+            num_blocks = min(max_num_tokens // block_size, len(block_hashes))
+            num_skipped = max_num_tokens // self.chunk_size * self.chunk_size // block_size
+            num_skipped = min(num_skipped, num_blocks)
+            found = [pool.null_block] * num_skipped
+            found.extend(
+                pool.find_cached_prefix(block_hashes[num_skipped:num_blocks], num_blocks, self.group_id)
+            )
+            num_tokens = len(found) * block_size
+            if num_tokens % self.alignment == 0:
+                return found, num_tokens
+            # A shorter prefix ends in another chunk, perhaps, of which other blocks are needed.
+            max_num_tokens = num_tokens - num_tokens % self.alignment
+
+    def count_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.chunk_size * self.chunk_size
+
+    def count_most_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
+        num_blocks = self.count_table_blocks(num_tokens)
+        if not max_in_flight_tokens:
+            return num_blocks
+        num_kept = self.chunk_size + max_in_flight_tokens
+        if max_model_len:
+            num_kept = min(num_kept, max_model_len)
+        return min(num_blocks, -(-num_kept // self.block_size))

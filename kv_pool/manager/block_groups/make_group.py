@@ -1,0 +1,36 @@
+"""From a spec to its `BlockGroup`."""
+
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidTypeError
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.scratch_group import CrossAttentionGroup, EncoderOnlyGroup
+from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
+from kv_pool.manager.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+
+def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: int, alignment: int) -> BlockGroup:
+    """The group that a spec describes. Raises InvalidTypeError for a spec of another kind."""
+    block_size = spec.block_size
+    if isinstance(spec, FullAttentionSpec):
+        return BlockGroup(pool, group_id, block_size, alignment)
+    if isinstance(spec, SlidingWindowSpec):
+        return SlidingWindowGroup(pool, group_id, block_size, alignment, spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return ChunkedLocalGroup(pool, group_id, block_size, alignment, spec.attention_chunk_size)
+    if isinstance(spec, MambaSpec):
+        return MambaGroup(pool, group_id, block_size, alignment)
+    if isinstance(spec, CrossAttentionSpec):
+        return CrossAttentionGroup(pool, group_id, block_size)
+    if isinstance(spec, EncoderOnlyAttentionSpec):
+        return EncoderOnlyGroup(pool, group_id, block_size)
+    raise InvalidTypeError(f"{spec!r} is no spec of a KV cache group; see kv_pool.manager.kv_cache_spec")

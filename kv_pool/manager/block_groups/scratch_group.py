@@ -1,0 +1,26 @@
+"""`CrossAttentionGroup` and `EncoderOnlyGroup`: blocks that no prefix is found in."""
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_group import BlockGroup
+
+
+class CrossAttentionGroup(BlockGroup):
+    """Blocks for the encoder's tokens, taken at once and kept to the end. See `BlockGroup`."""
+
+    def __init__(self, pool: BlockPoolCore, group_id: int, block_size: int) -> None:
+        super().__init__(pool, group_id, block_size, block_size)
+        self.is_cacheable = False
+
+    def find_longest_hit(
+        self, block_hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[KVCacheBlock], int]:
+        return [], 0
+
+
+class EncoderOnlyGroup(CrossAttentionGroup):
+    """No blocks at all: everything is computed in one step, and nothing is kept."""
+
+    def count_table_blocks(self, num_tokens: int) -> int:
+        return 0

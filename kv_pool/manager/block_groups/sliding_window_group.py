@@ -1,0 +1,76 @@
+"""`SlidingWindowGroup`: keeps the blocks that the next token's window reaches into."""
+
+from typing import Final
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_group import BlockGroup
+
+
+class SlidingWindowGroup(BlockGroup):
+    """A token attends to itself and the `window - 1` tokens before it. See `BlockGroup`.
+
+    window 4, block size 4, 9 tokens computed; the next one is token 9
+    tokens  0 1 2 3 | 4 5 6 7 | 8 9
+    table   null    | block   | block          token 9 attends to 6, 7, 8, 9
+    """
+
+    def __init__(
+        self, pool: BlockPoolCore, group_id: int, block_size: int, alignment: int, window: int
+    ) -> None:
+        super().__init__(pool, group_id, block_size, alignment)
+        self.window: Final = window
+        # Blocks in a row before a boundary, from which the next token can be computed.
+        self.num_hit_blocks: Final = max(1, -(-(window - 1) // block_size))
+        self.forgets = True
+        self.is_downward_closed = False
+
+    def find_longest_hit(
+        self, block_hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[KVCacheBlock], int]:
+        """As in `BlockGroup`: `num_hit_blocks` in a row before the boundary, or all from the head on.
+
+        Cost: O(blocks of the prefix) look-ups, from the right.
+        """
+        pool = self.pool
+        group_ids = [self.group_id]
+        found: list[KVCacheBlock] = []
+        end = 0
+        index = min(max_num_tokens // self.block_size, len(block_hashes)) - 1
+        while index >= 0:
+            blocks = pool.get_cached_block(block_hashes[index], group_ids)
+            if blocks is None:
+                found = []
+            elif found or (index + 1) * self.block_size % self.alignment == 0:
+                if not found:
+                    end = index + 1
+                found.append(blocks[0])
+                if len(found) == self.num_hit_blocks:
+                    break
+            index -= 1
+        if not found:
+            return [], 0
+        found.reverse()
+        return [pool.null_block] * (end - len(found)) + found, end * self.block_size
+
+    def count_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.window + 1)
+
+    def count_most_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """As in `BlockGroup`; a window may begin anywhere in a block, hence one block more."""
+        num_blocks = self.count_table_blocks(num_tokens)
+        if not max_in_flight_tokens:
+            return num_blocks
+        num_kept = self.window - 1 + max_in_flight_tokens
+        if max_model_len:
+            num_kept = min(num_kept, max_model_len)
+        return min(num_blocks, -(-num_kept // self.block_size) + 1)
+
+    def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
+        """The last `num_hit_blocks` before each boundary; other blocks can serve no hit."""
+        per_segment = self.alignment // self.block_size
+        if self.num_hit_blocks >= per_segment:
+            return None
+        num_passed_over = per_segment - self.num_hit_blocks
+        return [index % per_segment >= num_passed_over for index in range(first, end)]

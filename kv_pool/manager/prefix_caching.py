@@ -1,0 +1,93 @@
+"""`PrefixCaching`: makes the full blocks of requests findable, as far as they can serve a hit."""
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block_keys import check_block_hashes
+from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.request import SchedulableRequest
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class PrefixCaching:
+    """Registers the blocks of all groups of a manager.
+
+    Args:
+        alignment: tokens; of several groups, no prefix that does not end at a multiple of it is of use.
+    """
+
+    def __init__(self, pool: BlockPoolCore, groups: list[BlockGroup], alignment: int) -> None:
+        self._pool: BlockPoolCore = pool
+        self._groups: list[BlockGroup] = groups
+        self._alignment: int = alignment
+
+    def cache(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable that are not yet."""
+        for group in self._groups:
+            if not group.is_cacheable:
+                continue
+            table = tables[group.group_id]
+            first = table.num_cached_blocks
+            # No call for most decode steps: they end in the block in which they began.
+            if num_tokens < (first + 1) * group.block_size:
+                continue
+            end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
+            if end > first:
+                mask = group.make_mask(first, end, num_tokens)
+                if mask is None or True in mask or not group.forgets:
+                    self._pool.cache_full_blocks(
+                        request, table.blocks, first, end, group.block_size, group.group_id, mask
+                    )
+                table.num_cached_blocks = end
+
+    def check(
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable] | None,
+        num_prefix_tokens: int,
+        num_tokens: int,
+    ) -> None:
+        """Raise InvalidArgumentError now if `cache` would later."""
+        for group in self._groups:
+            if not group.is_cacheable:
+                continue
+            if tables is None:
+                first = num_prefix_tokens // group.block_size
+            else:
+                first = tables[group.group_id].num_cached_blocks
+            if num_tokens < (first + 1) * group.block_size:
+                continue
+            end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
+            if end <= first:
+                continue
+            self.check_hash_size(request)
+            hashes = request.block_hashes
+            num_hashed = len(hashes) // group.stride
+            if end > num_hashed:
+                raise InvalidArgumentError(
+                    f"request {request.request_id!r} has hashes for {num_hashed} blocks of "
+                    f"{group.block_size} tokens; {end} are full. Was its hasher made with another block size?"
+                )
+            check_block_hashes(hashes, first * group.stride, end * group.stride)
+            if self._pool.enable_kv_cache_events:
+                check_announceable(request)
+
+    def check_hash_size(self, request: SchedulableRequest) -> None:
+        """Raise InvalidArgumentError if the request was hashed at another block size."""
+        num_hashed_tokens = len(request.block_hashes) * self._pool.hash_block_size
+        if num_hashed_tokens > request.num_tokens:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
+                f"{num_hashed_tokens}. Was its hasher made with another block size than the pool's "
+                f"{self._pool.hash_block_size}?"
+            )
+
+    def _count_cacheable_blocks(self, group: BlockGroup, num_tokens: int, num_known: int) -> int:
+        """Full blocks among these tokens that are worth caching, and whose hash can be known."""
+        if len(self._groups) > 1:
+            num_tokens -= num_tokens % self._alignment
+        num_known -= self._pool.num_hash_lookahead_tokens
+        return max(0, min(num_tokens, num_known)) // group.block_size

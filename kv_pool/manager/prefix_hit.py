@@ -1,0 +1,45 @@
+"""`find_common_hit`: the longest cached prefix that all KV cache groups of a request can go on from."""
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_group import BlockGroup
+
+
+def find_common_hit(
+    groups: list[BlockGroup], block_hashes: list[BlockHash], max_num_tokens: int
+) -> tuple[list[list[KVCacheBlock]], int]:
+    """The blocks of that prefix, a list for each group (empty for one without prefixes), and its tokens.
+
+    Each group accepts a length or proposes the next shorter one that it has; they are asked in turn until
+    none objects. Lengths only fall, so that ends, and at the longest one that all accept. Only looks.
+    """
+    num_tokens = max_num_tokens
+    found: list[list[KVCacheBlock]] = [[] for _ in groups]
+    accepted = [-1] * len(groups)
+    changed = True
+    while changed and num_tokens > 0:
+        changed = False
+        # Those whose blocks are found from the head on need one look only; they bound the others.
+        for is_first_pass in (True, False):
+            for index, group in enumerate(groups):
+                if not group.is_cacheable or group.is_downward_closed != is_first_pass:
+                    continue
+                if accepted[index] == num_tokens:
+                    continue
+                if accepted[index] > num_tokens and is_first_pass:
+                    accepted[index] = num_tokens - num_tokens % group.alignment
+                    if accepted[index] != num_tokens:
+                        num_tokens = accepted[index]
+                        changed = True
+                    continue
+                hashes = group.list_hashes(block_hashes)
+                found[index], accepted[index] = group.find_longest_hit(hashes, num_tokens)
+                if accepted[index] != num_tokens:
+                    num_tokens = accepted[index]
+                    changed = True
+    for index, group in enumerate(groups):
+        if num_tokens <= 0 or not group.is_cacheable:
+            found[index] = []
+        else:
+            del found[index][num_tokens // group.block_size :]
+    return found, max(0, num_tokens)

@@ -1,0 +1,148 @@
+"""`SlotNeeds`: how many blocks slots for a request take, now and at most."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.retention import BlockRetention
+
+
+class SlotNeed(NamedTuple):
+    """What a call to `allocate_slots` takes: free blocks, and what the request then holds in all."""
+
+    num_free: int
+    num_held: int
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class SlotNeeds:
+    """Counts for one manager's groups; changes nothing.
+
+    Args:
+        max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
+        retention: what it keeps counts as free.
+    """
+
+    def __init__(
+        self,
+        groups: list[BlockGroup],
+        max_model_len: int,
+        max_in_flight_tokens: int,
+        retention: BlockRetention | None,
+    ) -> None:
+        self._groups: list[BlockGroup] = groups
+        self._max_model_len: int = max_model_len
+        self._max_in_flight_tokens: int = max_in_flight_tokens
+        self._retention: BlockRetention | None = retention
+
+    def limit(self, num_tokens: int) -> int:
+        """No more tokens than the longest request has."""
+        return min(num_tokens, self._max_model_len) if self._max_model_len else num_tokens
+
+    def count(
+        self,
+        tables: list[BlockTable] | None,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_computed: int,
+        num_before: int,
+        num_tokens: int,
+        num_encoder_tokens: int,
+    ) -> SlotNeed:
+        """Free blocks that slots for `num_tokens` tokens take, hits among them, and all that is then held."""
+        num_free = 0
+        num_held = 0
+        for group in self._groups:
+            group_id = group.group_id
+            if group.is_cacheable:
+                num_blocks = group.count_table_blocks(num_tokens)
+            else:
+                num_blocks = group.count_table_blocks(num_encoder_tokens)
+            if tables is not None:
+                table = tables[group_id]
+                num_entries = len(table.blocks)
+                num_new = group.count_new_blocks(num_entries, num_blocks)
+                if table.is_forked:
+                    num_new += len(self.list_shared(table, group, num_computed, num_blocks))
+                num_held += num_new + num_entries - table.num_null_blocks
+                num_free += num_new
+                continue
+            hits = prefix_blocks[group_id]
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            num_entries = max(num_skipped, len(hits))
+            # First up to what is computed already, elsewhere too, then the rest: a state needs one for each.
+            num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
+            num_new = group.count_new_blocks(num_entries, num_first)
+            num_new += group.count_new_blocks(num_first, num_blocks)
+            num_held += num_new + num_entries - num_skipped
+            num_free += num_new + self._count_free(hits, num_skipped)
+        return SlotNeed(num_free, num_held)
+
+    def count_full_sequence(
+        self,
+        num_tokens: int,
+        tables: list[BlockTable] | None,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_before: int,
+        num_encoder_tokens: int,
+    ) -> int:
+        """Free blocks that are needed until all tokens of the request have slots."""
+        num_tokens = self.limit(num_tokens)
+        num_free = 0
+        for group in self._groups:
+            group_id = group.group_id
+            num_most = self._count_most(group, num_tokens, num_encoder_tokens)
+            if tables is not None:
+                num_free += max(0, num_most - len(tables[group_id].blocks))
+                continue
+            hits = prefix_blocks[group_id]
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
+        return num_free
+
+    def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that the request holds at most at a time, until all its tokens have slots."""
+        num_tokens = self.limit(num_tokens)
+        return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
+
+    def count_to_forget(self, tables: list[BlockTable], num_computed: int) -> int:
+        """How many blocks giving up what no later token attends to would make free."""
+        num_free = 0
+        for group in self._groups:
+            table = tables[group.group_id]
+            end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(table.blocks))
+            for position in range(table.num_null_blocks, end):
+                if table.blocks[position].ref_cnt == 1:
+                    num_free += 1
+        return num_free
+
+    def list_shared(
+        self, table: BlockTable, group: BlockGroup, num_computed: int, num_blocks: int
+    ) -> list[int]:
+        """Positions of blocks that the step writes to and that others hold, too."""
+        if not group.is_cacheable:
+            return []
+        blocks = table.blocks
+        first = group.find_first_written(num_computed, num_blocks)
+        return [position for position in range(first, len(blocks)) if blocks[position].ref_cnt > 1]
+
+    def _count_most(self, group: BlockGroup, num_tokens: int, num_encoder_tokens: int) -> int:
+        if not group.is_cacheable:
+            return group.count_table_blocks(num_encoder_tokens)
+        return group.count_most_blocks(num_tokens, self._max_in_flight_tokens, self._max_model_len)
+
+    def _count_free(self, hits: Sequence[KVCacheBlock], first: int) -> int:
+        """How many of the hits from `first` on leave the free blocks when they are touched."""
+        num_free = 0
+        retention = self._retention
+        for position in range(first, len(hits)):
+            block = hits[position]
+            if block.ref_cnt == 0:
+                if not block.is_null:
+                    num_free += 1
+            elif retention is not None and retention.holds(block):
+                num_free += 1
+        return num_free
