@@ -43,8 +43,8 @@ def report_invalid_blocks(
         groups: the manager's.
         block_ids: what could not be loaded.
 
-    A request of full attention goes on from the first bad block of any group. One with windows does so if what
-    its next token attends to is still there; one with states, or with bad blocks of its encoder, never.
+    A request of full attention goes on from the first bad block of any group. One with windows does so if
+    what its next token attends to is still there; one with states, or with bad blocks of its encoder, never.
 
     The tables keep their blocks, since the recomputed content goes there. Their `num_cached_blocks` falls, so
     that it is cached again, and where others hold a block that will be written they count as forked.

@@ -93,7 +93,7 @@ def _check_buckets(retention: BlockRetention) -> None:
 
 def _check_deadlines(retention: BlockRetention) -> None:
     """R8."""
-    entries = {(time, id(thing)) for time, _, thing in retention._deadlines}
+    entries = {(time, id(thing)) for time, _, _, thing in retention._deadlines}
     now = retention._clock()
     for session in retention._sessions.values():
         if session.claim.until <= now or (session.claim.until, id(session)) not in entries:

@@ -423,11 +423,13 @@ class KVCacheManager:
             self._retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
 
     def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
-        """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any more.
+        """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any
+        more.
 
         See `invalid_blocks.report_invalid_blocks`. Set `num_computed_tokens` of each request that is named to
-        what is given there before its next `allocate_slots`; blocks that several of them would compute anew are
-        replaced then as if they were forks. Where it is 0, free the request and admit it again.
+        what is given there before its next `allocate_slots`; blocks that several of them would compute anew
+        are replaced then as if they were forks. Where it is 0, free the request and admit it again.
+
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
@@ -442,8 +444,9 @@ class KVCacheManager:
         """Forget every prefix; False, with nothing changed, while any request holds blocks."""
         pool = self.block_pool
         retention = self._retention
-        if retention is not None and retention.num_held:
-            if pool.free_block_queue.num_free_blocks + retention.num_held == pool.num_gpu_blocks - 1:
+        if retention is not None:
+            num_free = pool.free_block_queue.num_free_blocks + retention.num_held
+            if num_free == pool.num_gpu_blocks - 1:
                 retention.release_all()
         return pool.reset_prefix_cache()
 

@@ -214,8 +214,9 @@ class BlockRetention:
         # Strength to batches, least recently freed first but for those in _unsorted; EXPIRED: by expiry.
         self._buckets: dict[int, OrderedDict[Batch, None]] = {}
         self._unsorted: set[int] = set()
-        # (time, number, Batch or Session); entries that have become wrong are passed over.
-        self._deadlines: list[tuple[float, int, Any]] = []
+        # (time, number, a count, Batch or Session); entries that have become wrong are passed over.
+        self._deadlines: list[tuple[float, int, int, Any]] = []
+        self._num_deadlines: int = 0
         self._sessions: dict[str, Session] = {}
         self._last_number: int = 0
         self._claims: dict[tuple[int, float], Claim] = {}
@@ -366,7 +367,7 @@ class BlockRetention:
             self._set_claims(changes, False)
         if old is not None:
             self.end_session(session_id)
-        elif len(self._sessions) >= self.max_sessions:
+        elif listed and len(self._sessions) >= self.max_sessions:
             self.end_session(min(self._sessions, key=self._find_end_of_session))
         if listed:
             session = Session(session_id, claim, listed)
@@ -699,6 +700,8 @@ class BlockRetention:
         again: list[KVCacheBlock] = []
         fresh: list[KVCacheBlock] = []
         plain: list[KVCacheBlock] = []
+        # A batch is a stretch of the order of becoming free: what is left of one is filed anew, in stretches.
+        broken_up: dict[Batch, None] = {}
         for block, claims in reversed(changes):
             batch = self._kept.get(block)
             cover = self._covers.get(block)
@@ -706,6 +709,8 @@ class BlockRetention:
                 self._drop_cover(block)
                 cover = None
             if batch is not None:
+                if batch.strength != EXPIRED:
+                    broken_up[batch] = None
                 self._drop_from_batch(block, batch)
                 if counts_anew and cover is not None:
                     cover.freed_at = now
@@ -719,6 +724,12 @@ class BlockRetention:
                 self._add_cover(block, claims)
             else:
                 self._change_cover(block, cover, claims)
+        for batch in broken_up:
+            for block in list(batch.blocks):
+                if self._kept.get(block) is batch:
+                    self._drop_from_batch(block, batch)
+                    self._change_cover(block, self._covers[block], batch.claims)
+                    again.append(block)
         if again:
             again.sort(key=self._get_number)
             self._batch_up(again)
@@ -878,9 +889,10 @@ class BlockRetention:
         if len(deadlines) > 64 and len(deadlines) > 2 * (
             len(self._sessions) + sum(len(bucket) for bucket in self._buckets.values())
         ):
-            deadlines[:] = [entry for entry in deadlines if self._is_due(entry[0], entry[2])]
+            deadlines[:] = [entry for entry in deadlines if self._is_due(entry[0], entry[3])]
             heapify(deadlines)
-        heappush(deadlines, (time, number, thing))
+        self._num_deadlines += 1
+        heappush(deadlines, (time, number, self._num_deadlines, thing))
 
     def _is_due(self, time: float, thing: Any) -> bool:
         """Does a deadline still mean something?"""
@@ -896,7 +908,7 @@ class BlockRetention:
             return
         now = self._clock()
         while deadlines and deadlines[0][0] <= now:
-            time, _, thing = heappop(deadlines)
+            time, _, _, thing = heappop(deadlines)
             if not self._is_due(time, thing):
                 continue
             if isinstance(thing, Session):
