@@ -32,8 +32,17 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockMove
+from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kv_pool.manager.leases import BlockLeases, LeaseKind
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.manager.retention import BlockRetention, RetentionDirective
@@ -50,6 +59,7 @@ from kv_pool.version import __version__
 __all__ = [
     "COMPILED",
     "AllBlocksCleared",
+    "AllocStatus",
     "AllocationResult",
     "BlockAllocationRequest",
     "BlockHashToBlockMap",
@@ -62,11 +72,15 @@ __all__ = [
     "BlockRetention",
     "BlockStored",
     "CachedPrefix",
+    "ChunkedLocalAttentionSpec",
     "ControlError",
     "CopyFailedError",
     "CorruptedPoolError",
+    "CrossAttentionSpec",
     "DrawingError",
+    "EncoderOnlyAttentionSpec",
     "FreeKVCacheBlockQueue",
+    "FullAttentionSpec",
     "GPUKVPool",
     "InvalidArgumentError",
     "InvalidBlockError",
@@ -80,6 +94,7 @@ __all__ = [
     "LRUEviction",
     "LeaseKind",
     "LoRARequest",
+    "MambaSpec",
     "MigrationResult",
     "MultiModalFeature",
     "OutOfBlocksError",
@@ -89,6 +104,7 @@ __all__ = [
     "PoolExhaustedError",
     "Request",
     "RetentionDirective",
+    "SlidingWindowSpec",
     "StaleLeaseError",
     "TraceError",
     "UnknownDeviceError",
