@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from math import lcm
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
