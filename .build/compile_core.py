@@ -32,6 +32,7 @@ MANAGER = (
     "prefix_caching",
     "prefix_hit",
     "request_checks",
+    "retention",
     "slot_needs",
     "table_rows",
 )
