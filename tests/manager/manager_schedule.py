@@ -1,7 +1,7 @@
 """`ManagerSchedule`: what a random engine asks of a manager, as plain operations for a `ManagerSide`.
 
-Sequences arrive with shared prefixes, wait, are admitted (a lookup, then slots for a chunk), computed chunk by
-chunk, decoded with and without drafts, preempted, aborted. Pools are small: slots are refused often.
+Sequences arrive with shared prefixes, wait, are admitted (a lookup, then slots for a chunk), computed chunk
+by chunk, decoded with and without drafts, preempted, aborted. Pools are small: slots are refused often.
 
 Left out, since no scheduler does it and vLLM says nothing of it, or leaves its state broken:
 
@@ -153,7 +153,7 @@ class ManagerSchedule:
             "algorithm": rng.choice(["sha256_cbor", "sha256"]),
         }
         self.fits_whole = 0.0 if "mamba" in self.kinds else rng.choice([0.0, 0.3, 1.0])
-        # A load that ends in mid-block leaves blocks that vLLM counts as new at one time, as loaded at another.
+        # Where a chunk may end in mid-block, a load may leave blocks that vLLM counts as new, not as loaded.
         chunks = [group["attention_chunk_size"] for group in self.groups if group["kind"] == "chunked"]
         has_odd_chunks = any(chunk % self.alignment for chunk in chunks)
         self.has_loads = not self.kinds & {"mamba", "cross"} and not has_odd_chunks
