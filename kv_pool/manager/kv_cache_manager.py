@@ -217,8 +217,10 @@ class KVCacheManager:
         num_left = self._count_to_leave(tables)
         num_available = self.get_num_free_blocks() - num_left
         if full_sequence_must_fit:
-            num_most = self._needs.count_most_blocks(request.num_tokens, num_encoder_tokens)
-            if num_most > num_usable:
+            need_alone = self._needs.count_full_sequence(
+                request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens, is_alone=True
+            )
+            if need_alone > num_usable:
                 return AllocStatus.NEVER
             need = self._needs.count_full_sequence(
                 request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
@@ -233,7 +235,7 @@ class KVCacheManager:
             self._needs.limit(num_before + num_new + num_lookahead_tokens),
             num_encoder_tokens,
         )
-        if need_now.num_held > num_usable:
+        if need_now.num_held + reserved_blocks > num_usable:
             return AllocStatus.NEVER
         num_given_up = 0 if tables is None else self._needs.count_to_forget(tables, num_before)
         if need_now.num_free > num_available + num_given_up - reserved_blocks:
@@ -570,8 +572,10 @@ class KVCacheManager:
                 blocks = self._run_pool.get_new_blocks_after(table.blocks[-1], num_new)
             else:
                 blocks = self._take(num_new)
+            num_before = len(table.blocks)
             group.extend_table(table, num_blocks, blocks)
-            added.append(blocks)
+            num_entries = len(table.blocks) - num_before  # with null blocks, where a state skips some
+            added.append(blocks if num_entries == num_new else table.blocks[num_before:])
         return tuple(added)
 
     def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
