@@ -1,4 +1,4 @@
-"""Build hook: compile core and parts of other folders with mypyc into the wheel; where that fails, plain Python.
+"""Build hook: compile core and parts of other folders with mypyc into the wheel, or fall back to plain code.
 
 The environment variable KV_POOL_BUILD decides, at build time only:
     auto (default)  compile; where that fails, for want of a C compiler say, build a plain wheel

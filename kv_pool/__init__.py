@@ -31,8 +31,17 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import BlockMove
+from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 from kv_pool.protocol import (
@@ -47,6 +56,7 @@ from kv_pool.version import __version__
 __all__ = [
     "COMPILED",
     "AllBlocksCleared",
+    "AllocStatus",
     "AllocationResult",
     "BlockAllocationRequest",
     "BlockHashToBlockMap",
@@ -57,11 +67,15 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CachedPrefix",
+    "ChunkedLocalAttentionSpec",
     "ControlError",
     "CopyFailedError",
     "CorruptedPoolError",
+    "CrossAttentionSpec",
     "DrawingError",
+    "EncoderOnlyAttentionSpec",
     "FreeKVCacheBlockQueue",
+    "FullAttentionSpec",
     "GPUKVPool",
     "InvalidArgumentError",
     "InvalidBlockError",
@@ -74,6 +88,7 @@ __all__ = [
     "KVPoolProtocol",
     "LRUEviction",
     "LoRARequest",
+    "MambaSpec",
     "MigrationResult",
     "MultiModalFeature",
     "OutOfBlocksError",
@@ -82,6 +97,7 @@ __all__ = [
     "PlaceholderRange",
     "PoolExhaustedError",
     "Request",
+    "SlidingWindowSpec",
     "TraceError",
     "UnknownDeviceError",
     "UnknownSequenceError",

@@ -65,7 +65,7 @@ class KVCacheManager:
     def __init__(
         self,
         block_pool: BlockPoolCore,
-        block_size: int | None = None,
+        block_size: SupportsIndex | None = None,
         *,
         groups: Sequence[KVCacheSpec] | None = None,
         max_model_len: int | None = None,
@@ -605,7 +605,8 @@ class KVCacheManager:
                 f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}, "
                 f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
             )
-        num_computed = as_count("num_computed_tokens", request.num_computed_tokens)
+        unchecked: Any = request  # compiled code would refuse a numpy integer here
+        num_computed = as_count("num_computed_tokens", unchecked.num_computed_tokens)
         if cached_prefix is not None:
             check_prefix(request, cached_prefix, tables is not None, self._groups, self.block_pool)
         if tables is None:

@@ -56,7 +56,7 @@ def as_count(name: str, value: SupportsIndex) -> int:
         raise InvalidTypeError(f"{name} counts tokens: {error}") from error
 
 
-def check_block_size(block_pool: BlockPoolCore, block_size: int | None) -> int:
+def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None) -> int:
     """A group's block size, a multiple of the pool's `hash_block_size`, which is the default."""
     if block_size is None:
         return block_pool.hash_block_size
