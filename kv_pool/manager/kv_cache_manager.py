@@ -213,34 +213,33 @@ class KVCacheManager:
         num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
         num_before = num_computed + num_prefix + num_external_computed_tokens
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
-        num_usable = self.block_pool.num_gpu_blocks - 1
-        num_left = self._count_to_leave(tables)
-        num_available = self.get_num_free_blocks() - num_left
+        num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
+        num_available = self.get_num_free_blocks() - self._count_to_leave(tables)
+        fits = True
         if full_sequence_must_fit:
-            need_alone = self._needs.count_full_sequence(
-                request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens, is_alone=True
-            )
-            if need_alone > num_usable:
-                return AllocStatus.NEVER
             need = self._needs.count_full_sequence(
                 request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
             )
-            if need > num_available:
-                return AllocStatus.LATER
-        need_now = self._needs.count(
+            fits = need <= num_available
+        if fits:
+            need = self._needs.count(
+                tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
+            )
+            if tables is not None:
+                num_available += self._needs.count_to_forget(tables, num_before)
+            if need <= num_available - reserved_blocks:
+                return AllocStatus.OK
+        fits_alone = self._needs.fits_alone(
+            self.block_pool.num_gpu_blocks - 1,
             tables,
             prefix_blocks,
-            num_computed,
             num_before,
-            self._needs.limit(num_before + num_new + num_lookahead_tokens),
+            num_tokens,
             num_encoder_tokens,
+            request.num_tokens if full_sequence_must_fit else 0,
+            reserved_blocks,
         )
-        if need_now.num_held + reserved_blocks > num_usable:
-            return AllocStatus.NEVER
-        num_given_up = 0 if tables is None else self._needs.count_to_forget(tables, num_before)
-        if need_now.num_free > num_available + num_given_up - reserved_blocks:
-            return AllocStatus.LATER
-        return AllocStatus.OK
+        return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -299,8 +298,9 @@ class KVCacheManager:
         num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_to_cache = 0
+        num_written = self._needs.limit(num_before + num_new)
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = min(self._needs.limit(num_before + num_new), request.num_tokens)
+            num_to_cache = min(num_written, request.num_tokens)
             self._caching.check(request, tables, num_prefix, num_to_cache)
 
         num_available = self.get_num_free_blocks()
@@ -314,10 +314,10 @@ class KVCacheManager:
         if self._forgets and tables is not None:
             self._forget_blocks(request_id, tables, num_before)
             num_available = self.get_num_free_blocks()
-        need_now = self._needs.count(
+        need = self._needs.count(
             tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
         )
-        if need_now.num_free > num_available - num_left - reserved_blocks:
+        if need > num_available - num_left - reserved_blocks:
             return None
 
         if tables is None:
@@ -331,12 +331,12 @@ class KVCacheManager:
                 self._extend(tables, num_before, 0)
         elif self._has_forks:
             self._replace_shared(tables, num_computed, num_tokens)
-        if need_now.num_free or num_external_computed_tokens:
+        if need or num_external_computed_tokens:
             added = self._extend(tables, num_tokens, num_encoder_tokens)
         else:
             added = self._no_blocks
         if num_to_cache:
-            self._caching.cache(request, tables, num_to_cache)
+            self._caching.cache(request, tables, num_to_cache, num_written)
         return added
 
     def take_block_copies(self) -> list[BlockMove]:
@@ -415,7 +415,7 @@ class KVCacheManager:
                 )
         if self.block_pool.enable_caching:
             self._caching.check(request, tables, 0, num_computed_tokens)
-            self._caching.cache(request, tables, num_computed_tokens)
+            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""

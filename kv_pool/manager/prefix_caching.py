@@ -24,8 +24,14 @@ class PrefixCaching:
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
 
-    def cache(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens findable that are not yet."""
+    def cache(
+        self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int, num_written: int
+    ) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable that are not yet.
+
+        Args:
+            num_written: tokens after the step; more than `num_tokens` where some are only guessed.
+        """
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -36,7 +42,7 @@ class PrefixCaching:
                 continue
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
-                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_tokens))
+                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_written))
                 if mask is None or True in mask or not group.forgets:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask
