@@ -1,7 +1,10 @@
 """`PrefixCaching`: makes the full blocks of requests findable, as far as they can serve a hit."""
 
+from collections.abc import Sequence
+
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import check_block_hashes
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
@@ -23,9 +26,30 @@ class PrefixCaching:
         self._pool: BlockPoolCore = pool
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
+        # Whether tables share blocks that are not findable yet: a fork's twin may register them first.
+        self.has_forks: bool = False
+        # Findable states that are there only after the step for which slots are being allocated.
+        self._unwritten: set[KVCacheBlock] = set()
 
-    def cache(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens findable that are not yet."""
+    def begin_step(self) -> None:
+        """All that was allocated is written by the time anybody reads what is allocated from now on."""
+        if self._unwritten:
+            self._unwritten = set()
+
+    def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Whether a request with this prefix has to wait for the next step."""
+        return bool(self._unwritten) and any(
+            bool(blocks) and blocks[-1] in self._unwritten for blocks in prefix_blocks
+        )
+
+    def cache(
+        self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int, is_written: bool
+    ) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable that are not yet.
+
+        Args:
+            is_written: their content is there, not only after the step to come.
+        """
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -37,10 +61,14 @@ class PrefixCaching:
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
                 mask = group.make_mask(first, end, num_tokens)
-                if mask is None or True in mask or not group.forgets:
+                if self.has_forks:
+                    mask = _leave_out_cached(table.blocks, first, end, mask)
+                if mask is None or True in mask:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask
                     )
+                if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
+                    self._unwritten.add(table.blocks[end - 1])
                 table.num_cached_blocks = end
 
     def check(
@@ -91,3 +119,15 @@ class PrefixCaching:
             num_tokens -= num_tokens % self._alignment
         num_known -= self._pool.num_hash_lookahead_tokens
         return max(0, min(num_tokens, num_known)) // group.block_size
+
+
+def _leave_out_cached(
+    blocks: list[KVCacheBlock], first: int, end: int, mask: list[bool] | None
+) -> list[bool] | None:
+    """The mask without the blocks that are findable already; the same one where none is."""
+    if all(blocks[position].block_hash is None for position in range(first, end)):
+        return mask
+    return [
+        blocks[position].block_hash is None and (mask is None or mask[position - first])
+        for position in range(first, end)
+    ]

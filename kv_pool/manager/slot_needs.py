@@ -1,20 +1,13 @@
 """`SlotNeeds`: how many blocks slots for a request take, now and at most."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
-
-
-class SlotNeed(NamedTuple):
-    """What a call to `allocate_slots` takes: free blocks, and what the request then holds in all."""
-
-    num_free: int
-    num_held: int
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -44,25 +37,21 @@ class SlotNeeds:
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_computed: int,
         num_before: int,
+        num_scheduled: int,
         num_tokens: int,
         num_encoder_tokens: int,
-    ) -> SlotNeed:
-        """Free blocks that slots for `num_tokens` tokens take, hits among them, and all that is then held."""
+    ) -> int:
+        """Free blocks, hits among them, that slots for `num_tokens` tokens take, guessed ones included."""
         num_free = 0
-        num_held = 0
         for group in self._groups:
             group_id = group.group_id
-            if group.is_cacheable:
-                num_blocks = group.count_table_blocks(num_tokens)
-            else:
-                num_blocks = group.count_table_blocks(num_encoder_tokens)
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             if tables is not None:
                 table = tables[group_id]
                 num_entries = len(table.blocks)
                 num_new = group.count_new_blocks(num_entries, num_blocks)
                 if table.is_forked:
                     num_new += len(self.list_shared(table, group, num_computed, num_blocks))
-                num_held += num_new + num_entries - table.num_null_blocks
                 num_free += num_new
                 continue
             hits = prefix_blocks[group_id]
@@ -72,9 +61,42 @@ class SlotNeeds:
             num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
             num_new = group.count_new_blocks(num_entries, num_first)
             num_new += group.count_new_blocks(num_first, num_blocks)
-            num_held += num_new + num_entries - num_skipped
             num_free += num_new + self._count_free(hits, num_skipped)
-        return SlotNeed(num_free, num_held)
+        return num_free
+
+    def count_held(
+        self,
+        tables: list[BlockTable] | None,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_before: int,
+        num_scheduled: int,
+        num_tokens: int,
+        num_encoder_tokens: int,
+    ) -> int:
+        """Blocks that the request holds once it has these slots. O(blocks of the request)."""
+        num_held = 0
+        for group in self._groups:
+            blocks = prefix_blocks[group.group_id] if tables is None else tables[group.group_id].blocks
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            num_held += sum([not block.is_null for block in blocks[num_skipped:]])
+            num_entries = len(blocks)
+            if tables is None:
+                num_entries = max(num_skipped, num_entries)
+                if group.is_cacheable:
+                    num_first = max(num_entries, group.count_table_blocks(num_before))
+                    num_held += group.count_new_blocks(num_entries, num_first)
+                    num_entries = num_first
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
+            num_held += group.count_new_blocks(num_entries, num_blocks)
+        return num_held
+
+    def count_blocks(
+        self, group: BlockGroup, num_scheduled: int, num_tokens: int, num_encoder_tokens: int
+    ) -> int:
+        """Entries of a table with slots for so many tokens; `num_scheduled` of them are not only guessed."""
+        if not group.is_cacheable:
+            return group.count_table_blocks(num_encoder_tokens)
+        return group.count_table_blocks(num_tokens if group.has_lookahead else num_scheduled)
 
     def count_full_sequence(
         self,

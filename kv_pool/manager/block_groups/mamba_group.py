@@ -19,6 +19,9 @@ class MambaGroup(BlockGroup):
         super().__init__(pool, group_id, block_size, alignment)
         self.forgets = True
         self.is_downward_closed = False
+        # A state for tokens that may be rejected would stand where the one of the accepted tokens belongs.
+        self.has_lookahead = False
+        self.reads_before_writes = True
 
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
