@@ -32,7 +32,7 @@ class BlockGroup:
         self.is_downward_closed: bool = True
         # Whether guessed tokens get slots, too.
         self.has_lookahead: bool = True
-        # Whether a step reads what is there before it writes: what it writes can not be hit in this very step.
+        # Whether a step reads what is there before it writes: nobody can hit what this very step writes.
         self.reads_before_writes: bool = False
 
     def list_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
