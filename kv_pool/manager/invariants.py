@@ -9,7 +9,8 @@
         request's first (i + 1) * block_size tokens, in this group
     T6  a pending copy's target is in a table, and no source is a target
     T7  who has tables is a request that somebody knows of
-    T8  what a step is about to write is one table's alone, not null, and not findable but as what is written
+    T8  what a step is about to write is no null block, has one writer, and is findable only as what will be
+        there;  who else has it in a table found it so, and begins after it; of a state nobody else has it
 
 T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all that was written; T8
 between the last `allocate_slots` of a step and the step. `check_manager(manager, requests)` raises
@@ -179,36 +180,49 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
     """Verify T8. O(entries of all tables).
 
     Args:
-        scheduled: the requests of the step, each with how many tokens after `num_computed_tokens` it writes.
+        scheduled: all requests with blocks, each with how many tokens after `num_computed_tokens` the step
+            writes of it; 0 for one that is not in the step.
     Raises:
         CorruptedPoolError: a block has two writers or would be written under somebody's eyes.
     """
-    num_entries: Counter[int] = Counter()
+    scheduled = list(scheduled)
+    holders: dict[int, list[tuple[str, int, int]]] = {}
     for request_id in manager.list_request_ids():
         for group_id in range(len(manager.groups)):
-            for block in manager.get_table(request_id, group_id).blocks:
-                num_entries[block.block_id] += 1
+            for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
+                holders.setdefault(block.block_id, []).append((request_id, group_id, position))
+    first_token = {request.request_id: request.num_computed_tokens for request, _ in scheduled}
     for request, num_tokens in scheduled:
         num_computed = request.num_computed_tokens
         num_known = min(num_computed + num_tokens, request.num_tokens)
         for group_id, spec in enumerate(manager.groups):
             if not spec.is_cacheable or not num_tokens:
                 continue
+            is_state = isinstance(spec, MambaSpec)
             last = (num_computed + num_tokens - 1) // spec.block_size
-            first = last if isinstance(spec, MambaSpec) else num_computed // spec.block_size
+            first = last if is_state else num_computed // spec.block_size
             blocks = manager.get_table(request.request_id, group_id).blocks
             for position in range(first, last + 1):
                 where = f"request {request.request_id!r}, group {group_id}, entry {position}"
                 if position >= len(blocks) or blocks[position].is_null:
                     raise CorruptedPoolError(f"T8: {where} is about to be written, and has no block")
                 block = blocks[position]
-                if num_entries[block.block_id] != 1:
-                    raise CorruptedPoolError(
-                        f"T8: {where} is about to be written, and its block {block.block_id} is in "
-                        f"{num_entries[block.block_id]} tables"
-                    )
-                if block.block_hash is not None and (position + 1) * spec.block_size > num_known:
+                end = (position + 1) * spec.block_size
+                if block.block_hash is not None and end > num_known:
                     raise CorruptedPoolError(
                         f"T8: {where} is about to be written, and its block {block.block_id} is findable as "
                         "something else"
                     )
+                is_readable = block.block_hash is not None and not is_state
+                for other in holders[block.block_id]:
+                    if other == (request.request_id, group_id, position):
+                        continue
+                    if (
+                        not is_readable
+                        or first_token.get(other[0], 0) < end
+                        or other[1:] != (group_id, position)
+                    ):
+                        raise CorruptedPoolError(
+                            f"T8: {where} is about to be written, and request {other[0]!r}, group "
+                            f"{other[1]}, entry {other[2]} is the same block {block.block_id}"
+                        )

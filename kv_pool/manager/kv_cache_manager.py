@@ -557,8 +557,8 @@ class KVCacheManager:
                     given_up.append(block)
                     blocks[position] = null_block
             table.num_null_blocks = end
-            table.num_edits += 1
             if given_up:
+                table.num_edits += 1
                 if len(self._copies):
                     self._copies.drop(given_up)
                 self._free_blocks(given_up)
