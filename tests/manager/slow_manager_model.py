@@ -127,7 +127,9 @@ def expect_allocation(
         num_new_blocks += min(1, max(0, wanted - num_now)) if is_state else max(0, wanted - num_now)
         num_copied = 0
         if has_blocks and spec.is_cacheable:
-            first_written = max(0, wanted - 1) if is_state else num_before // spec.block_size
+            first_written = num_before // spec.block_size  # a full block is not written any more
+            if is_state:
+                first_written = max(first_written, wanted - 1)
             num_copied = sum(block.ref_cnt > 1 for block in blocks[first_written:])
         num_taken += num_new_blocks + num_copied + num_free_hits
         num_held += len(kept) + num_new_blocks
