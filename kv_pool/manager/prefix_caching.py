@@ -26,8 +26,6 @@ class PrefixCaching:
         self._pool: BlockPoolCore = pool
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
-        # Whether tables share blocks that are not findable yet: a fork's twin may register them first.
-        self.has_forks: bool = False
         # Findable states that are there only after the step for which slots are being allocated.
         self._unwritten: set[KVCacheBlock] = set()
 
@@ -60,9 +58,7 @@ class PrefixCaching:
                 continue
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
-                mask = group.make_mask(first, end, num_tokens)
-                if self.has_forks:
-                    mask = _leave_out_cached(table.blocks, first, end, mask)
+                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_tokens))
                 if mask is None or True in mask:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask
@@ -121,13 +117,14 @@ class PrefixCaching:
         return max(0, min(num_tokens, num_known)) // group.block_size
 
 
-def _leave_out_cached(
-    blocks: list[KVCacheBlock], first: int, end: int, mask: list[bool] | None
+def _pass_over_cached(
+    table: BlockTable, first: int, end: int, group: BlockGroup, mask: list[bool] | None
 ) -> list[bool] | None:
-    """The mask without the blocks that are findable already; the same one where none is."""
-    if all(blocks[position].block_hash is None for position in range(first, end)):
-        return mask
-    return [
-        blocks[position].block_hash is None and (mask is None or mask[position - first])
-        for position in range(first, end)
-    ]
+    """The mask without blocks that are cached already: by a fork that shares them and went on first."""
+    for position in range(first, end):
+        block = table.blocks[position]
+        if block._block_hash is not None and block._num_hash_tokens >= (position + 1) * group.block_size:
+            if mask is None:
+                mask = [True] * (end - first)
+            mask[position - first] = False
+    return mask

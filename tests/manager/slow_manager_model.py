@@ -134,7 +134,7 @@ def expect_allocation(
         num_taken += num_new_blocks + num_copied + num_free_hits
         num_held += len(kept) + num_new_blocks
         num_full += max(0, most - len(blocks)) + num_free_hits
-        num_full_held += most
+        num_full_held += max(0, most - len(blocks)) + len(kept)
         num_entries.append(max(num_now, wanted))
     left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
     available = manager.get_num_free_blocks() - left
@@ -143,7 +143,7 @@ def expect_allocation(
     elif full_sequence_must_fit and num_full > available:
         status = AllocStatus.LATER
     elif num_taken > available + num_given_up - reserved_blocks:
-        status = AllocStatus.NEVER if num_held > num_usable else AllocStatus.LATER
+        status = AllocStatus.NEVER if num_held + reserved_blocks > num_usable else AllocStatus.LATER
     else:
         status = AllocStatus.OK
     waits = waits and status is AllocStatus.OK
