@@ -69,9 +69,11 @@ class Scheduler:
         rule: PreemptionRule,
         token_budget: int = 512,
         max_running: int = 32,
+        whole_prompts: bool = True,
     ) -> None:
         self.manager, self.swapper, self.engine, self.rule = manager, swapper, engine, rule
         self.token_budget, self.max_running = token_budget, max_running
+        self.whole_prompts = whole_prompts  # nobody is let in without room for all of its prompt
         self.waiting: list[Sequence] = []  # no blocks; by rank
         self.swapped: list[Sequence] = []  # blocks on the host; by rank
         self.running: list[Sequence] = []  # blocks on the device; in the order of admission
@@ -161,7 +163,10 @@ class Scheduler:
         else:
             prefix = self.manager.get_computed_blocks(request)
             num_tokens = min(request.num_tokens - prefix.num_tokens, budget)
-            if self.manager.allocate_slots(request, num_tokens, prefix, full_sequence_must_fit=True) is None:
+            blocks = self.manager.allocate_slots(
+                request, num_tokens, prefix, full_sequence_must_fit=self.whole_prompts
+            )
+            if blocks is None:
                 return 0
             request.num_computed_tokens = prefix.num_tokens
             self.done["tokens found in the cache"] += prefix.num_tokens
