@@ -1,13 +1,13 @@
 """`SlotNeeds`: how many blocks slots for a request take, now and at most."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.retention import BlockRetention
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -20,12 +20,16 @@ class SlotNeeds:
     """
 
     def __init__(
-        self, groups: list[BlockGroup], max_model_len: int, max_in_flight_tokens: int, retention: Any
+        self,
+        groups: list[BlockGroup],
+        max_model_len: int,
+        max_in_flight_tokens: int,
+        retention: BlockRetention | None,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
-        self._retention: Any = retention
+        self._retention: BlockRetention | None = retention
 
     def limit(self, num_tokens: int) -> int:
         """No more tokens than the longest request has."""
