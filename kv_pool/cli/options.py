@@ -1,17 +1,19 @@
 """Options that sub-commands share, and the settings they make."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory
+from kv_pool.replay.groups import FORMAT, parse_groups
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE
+from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE, PREEMPTIONS
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 _ENGINE = "The engine the trace clock imagines"
-_MODEL = "Capacity as memory"
+_MODEL = "The model, for --memory and --host-blocks"
 EVENTS_PANEL = "Events"
 
 TraceArgument = Annotated[
@@ -41,6 +43,53 @@ DecodeRate = Annotated[
 ]
 MaxRunning = Annotated[int, typer.Option(help="Requests that run at once.", min=1, rich_help_panel=_ENGINE)]
 Speedup = Annotated[float, typer.Option(help="Arrivals come so many times faster.", rich_help_panel=_ENGINE)]
+Groups = Annotated[
+    str,
+    typer.Option(
+        help=f"The model's KV cache groups: {FORMAT}. Each has an equal share of the layers, and blocks of "
+        "its own from the same pool."
+    ),
+]
+ChunkTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompts are computed in steps of so many tokens, and blocks that left a window are given up in "
+        "between. Default: a prompt at once.",
+        min=1,
+    ),
+]
+Watermark = Annotated[
+    float,
+    typer.Option(
+        help="Share of the pool that a request which begins leaves free while others run.",
+        min=0.0,
+        rich_help_panel=_ENGINE,
+    ),
+]
+HostBlocks = Annotated[
+    int,
+    typer.Option(
+        help="Capacity in blocks of a pool in host memory, for preempted requests of the trace clock; with "
+        "--model or dimensions.",
+        min=0,
+        rich_help_panel=_ENGINE,
+    ),
+]
+Preempt = Annotated[
+    str,
+    typer.Option(
+        metavar="RULE",
+        help=f"{', '.join(PREEMPTIONS)}: whether preempted requests go to the host's pool, as long as it has "
+        "room, or are computed anew; cost takes what is faster.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+CopyRate = Annotated[
+    str,
+    typer.Option(
+        help="What is copied between device and host in a second, such as 25GB.", rich_help_panel=_ENGINE
+    ),
+]
 Limit = Annotated[int | None, typer.Option(help="Only so many requests from the start.", min=1)]
 TraceBlockSize = Annotated[
     int | None, typer.Option(help="Tokens per hash id. Default: inferred from the trace.", min=1)
@@ -85,23 +134,41 @@ HeadSize = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_h
 DtypeBytes = Annotated[int, typer.Option(help="Bytes per KV element.", min=1, rich_help_panel=_MODEL)]
 
 
-def blocks_from_memory(
+def find_kv(
+    model: str | None, num_layers: int, num_kv_heads: int, head_size: int, dtype_bytes: int
+) -> ModelKV | None:
+    """The model that the options tell of, if they do. Raises InvalidArgumentError if they do twice."""
+    dimensions = (num_layers, num_kv_heads, head_size)
+    if model is None:
+        return ModelKV(*dimensions, dtype_bytes=dtype_bytes) if any(dimensions) else None
+    if any(dimensions):
+        raise InvalidArgumentError(
+            "give either --model, or --num-layers, --num-kv-heads and --head-size, not both"
+        )
+    return replace(find_model(model), dtype_bytes=dtype_bytes)
+
+
+def find_capacity(
     trace: Trace,
     block_size: int | None,
-    memory: str,
-    model: str | None,
-    num_layers: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype_bytes: int,
-) -> int:
-    """Capacity in blocks for `--memory`. Raises InvalidArgumentError."""
-    dimensions = (num_layers, num_kv_heads, head_size)
-    if (model is None) == (not any(dimensions)):
-        raise InvalidArgumentError(
-            "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
-        )
-    kv = ModelKV(*dimensions, dtype_bytes=dtype_bytes) if model is None else find_model(model)
-    if model is not None and dtype_bytes != kv.dtype_bytes:
-        kv = ModelKV(kv.num_layers, kv.num_kv_heads, kv.head_size, kv.latent_size, dtype_bytes)
-    return count_blocks(parse_memory(memory), block_size or trace.block_size or DEFAULT_BLOCK_SIZE, kv)
+    blocks: int | None,
+    memory: str | None,
+    kv: ModelKV | None,
+    groups: str,
+) -> tuple[int, int]:
+    """Blocks of the pool, from `--blocks` or `--memory`, and bytes of each, 0 where no model is given.
+
+    Raises:
+        InvalidArgumentError: not one of the two, or memory without a model, or less than it needs.
+    """
+    if (blocks is None) == (memory is None):
+        raise InvalidArgumentError("give the capacity either as --blocks or as --memory")
+    tokens_per_block = block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+    num_groups = len(parse_groups(groups, tokens_per_block))
+    if memory is not None:
+        if kv is None:
+            raise InvalidArgumentError(
+                "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
+            )
+        blocks = count_blocks(parse_memory(memory), tokens_per_block, kv, num_groups)
+    return blocks or 0, 0 if kv is None else kv.count_block_bytes(tokens_per_block, num_groups)

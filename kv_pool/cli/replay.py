@@ -13,11 +13,12 @@ from kv_pool.cli import options
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport, write_json
+from kv_pool.replay.simulator import PREEMPTIONS, ReplaySettings, run_replay
 from kv_pool.replay.simulator import Progress as ReplayProgress
-from kv_pool.replay.simulator import ReplaySettings, run_replay
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates
 
@@ -40,6 +41,12 @@ def replay(
     decode_rate: options.DecodeRate = EngineRates.decode_tokens_per_s,
     max_running: options.MaxRunning = EngineRates.max_running,
     speedup: options.Speedup = EngineRates.speedup,
+    groups: options.Groups = "full",
+    chunk_tokens: options.ChunkTokens = None,
+    watermark: options.Watermark = 0.0,
+    host_blocks: options.HostBlocks = 0,
+    preempt: options.Preempt = PREEMPTIONS[0],
+    copy_rate: options.CopyRate = f"{EngineRates.copy_bytes_per_s / 1e9:.0f}GB",
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: options.TimestampUnit = "ms",
@@ -60,28 +67,32 @@ def replay(
     json: options.JsonFile = None,
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
-    if (blocks is None) == (memory is None):
-        raise InvalidArgumentError("give the capacity either as --blocks or as --memory")
-    if memory is not None:
-        opened = Trace(
-            trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken
-        )
-        blocks = options.blocks_from_memory(
-            opened, block_size, memory, model, num_layers, num_kv_heads, head_size, dtype_bytes
+    opened = Trace(trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
+    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    num_blocks, block_bytes = options.find_capacity(opened, block_size, blocks, memory, kv, groups)
+    if host_blocks and kv is None:
+        raise InvalidArgumentError(
+            "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
         )
     settings = ReplaySettings(
         trace=trace,
-        num_blocks=blocks or 0,
+        num_blocks=num_blocks,
         block_size=block_size,
         convention=convention,
         clock=clock,
-        rates=EngineRates(prefill_rate, decode_rate, max_running, speedup),
+        rates=EngineRates(prefill_rate, decode_rate, max_running, speedup, parse_memory(copy_rate)),
         limit=limit,
         trace_block_size=trace_block_size,
         timestamp_unit=timestamp_unit,
         skip_broken=skip_broken,
         seed=seed,
         runs=runs,
+        groups=groups,
+        chunk_tokens=chunk_tokens,
+        watermark=watermark,
+        host_blocks=host_blocks,
+        block_bytes=block_bytes,
+        preemption=preempt,
     )
     if pace is not None and publish is None:
         raise InvalidArgumentError("--pace is about events; give --publish, too")
@@ -114,8 +125,8 @@ def make_table(report: ReplayReport) -> Table:
     compiled = report.provenance is not None and report.provenance.compiled
     table = Table(
         title=f"{trace} through {report.num_blocks:,} blocks of {report.block_size} tokens",
-        caption=f"clock {report.clock}, {report.convention}, core {'compiled' if compiled else 'plain'}, "
-        f"{report.wall_seconds:.1f} s",
+        caption=f"clock {report.clock}, {report.convention}, groups {report.settings['groups']}, "
+        f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s",
         show_header=False,
     )
     table.add_column(style="bold")
@@ -124,7 +135,6 @@ def make_table(report: ReplayReport) -> Table:
     table.add_row("requests", f"{report.requests:,}", "")
     table.add_row("refused", f"{report.refused_requests:,}", "larger than the whole pool")
     if report.clock == "trace":
-        table.add_row("preempted", f"{report.preempted:,}", "times a running request lost its blocks")
         table.add_row("simulated time", f"{report.simulated_ms / 1000:,.0f} s", "")
     if report.late_requests:
         table.add_row("late", f"{report.late_requests:,}", "timestamps that go backwards")
@@ -159,6 +169,24 @@ def make_table(report: ReplayReport) -> Table:
     )
     table.add_row("blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table")
     table.add_section()
+    if report.clock == "trace":
+        waiting = report.waiting
+        table.add_row("running, mean", f"{report.mean_running:,.1f}", f"peak {report.peak_running:,}")
+        table.add_row(
+            "waited, mean",
+            _seconds(waiting.mean_ms),
+            f"median {_seconds(waiting.median_ms)}, p99 {_seconds(waiting.p99_ms)}",
+        )
+        table.add_row("preempted", f"{report.preempted:,}", "times a running request lost its blocks")
+        table.add_row("computed anew", f"{report.tokens_recomputed:,}", "tokens, after that")
+        if report.swapped_out:
+            table.add_row(
+                "swapped out",
+                f"{report.swapped_out:,}",
+                f"times instead; {report.blocks_swapped_out:,} blocks out, "
+                f"{report.blocks_swapped_in:,} back, {report.bytes_moved / 1e9:,.1f} GB",
+            )
+        table.add_section()
     for name, times in (
         ("look up", report.look_up),
         ("allocate", report.allocate),
@@ -166,6 +194,10 @@ def make_table(report: ReplayReport) -> Table:
     ):
         table.add_row(f"{name}, median", _microseconds(times.median_ns), _describe_calls(times))
     return table
+
+
+def _seconds(duration_ms: float) -> str:
+    return f"{duration_ms / 1000:,.1f} s"
 
 
 def _microseconds(duration_ns: int) -> str:

@@ -29,6 +29,18 @@ class ModelKV:
         elements = self.latent_size or 2 * self.num_kv_heads * self.head_size
         return self.num_layers * elements * self.dtype_bytes
 
+    def count_block_bytes(self, block_size: int, num_groups: int = 1) -> int:
+        """Bytes of a block of `block_size` tokens, where each of the KV cache groups has an equal share of
+        the layers, the last one perhaps a part of one less.
+
+        Raises:
+            InvalidArgumentError: the model has no KV.
+        """
+        block_bytes = -(-self.bytes_per_token * block_size // num_groups)
+        if block_bytes < 1:
+            raise InvalidArgumentError(f"a model with these dimensions has no KV: {self}")
+        return block_bytes
+
 
 # From the models' published configurations; 16-bit KV on one device, no tensor parallelism.
 MODELS = {
@@ -65,15 +77,16 @@ def parse_memory(text: str) -> int:
     return int(Fraction(found[1]) * (_UNITS.get(unit) or _BINARY_UNITS[unit]))
 
 
-def count_blocks(memory_bytes: int, block_size: int, model: ModelKV) -> int:
+def count_blocks(memory_bytes: int, block_size: int, model: ModelKV, num_groups: int = 1) -> int:
     """Blocks that can be handed out of `memory_bytes`, one more being set aside as null block.
+
+    Args:
+        num_groups: KV cache groups; a block is of one of them, see `ModelKV.count_block_bytes`.
 
     Raises:
         InvalidArgumentError: not even two blocks fit, or the model has no KV.
     """
-    block_bytes = model.bytes_per_token * block_size
-    if block_bytes < 1:
-        raise InvalidArgumentError(f"a model with these dimensions has no KV: {model}")
+    block_bytes = model.count_block_bytes(block_size, num_groups)
     num_blocks = memory_bytes // block_bytes - 1
     if num_blocks < 1:
         raise InvalidArgumentError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.swap import BlockSwapper
 
 _MAX_QUEUED = 64
 _SECONDS_BETWEEN_LOOKS = 0.001
@@ -39,7 +40,7 @@ class EventFeed:
         self._sleep = sleep
         self._next_s = clock()
 
-    def publish(self, manager: KVCacheManager) -> None:
+    def publish(self, manager: KVCacheManager | BlockSwapper) -> None:
         """Send what has happened since the last time, and return when the next request may begin."""
         self._publisher.publish(manager.take_events())
         while self._publisher.statistics().num_queued > _MAX_QUEUED:

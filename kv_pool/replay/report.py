@@ -5,7 +5,9 @@ import sys
 from array import array
 from datetime import UTC, datetime
 from importlib.metadata import version
+from math import fsum
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -31,9 +33,40 @@ def summarize_calls(durations_ns: "array[int]") -> CallTimes:
     return CallTimes(
         calls=len(ordered),
         median_ns=int(median(ordered)),
-        p99_ns=ordered[max(0, -(-len(ordered) * 99 // 100) - 1)],
+        p99_ns=_find_p99(ordered),
         total_ns=sum(ordered),
     )
+
+
+class Waits(msgspec.Struct):
+    """How long requests waited for blocks, in simulated milliseconds."""
+
+    requests: int = 0
+    mean_ms: float = 0.0
+    median_ms: float = 0.0
+    p99_ms: float = 0.0
+    max_ms: float = 0.0
+
+
+def summarize_waits(waits_ms: "array[float]") -> Waits:
+    """Mean, median, 99th percentile (nearest rank) and the longest."""
+    if not waits_ms:
+        return Waits()
+    ordered = sorted(waits_ms)
+    return Waits(
+        requests=len(ordered),
+        mean_ms=fsum(ordered) / len(ordered),
+        median_ms=median(ordered),
+        p99_ms=_find_p99(ordered),
+        max_ms=ordered[-1],
+    )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _find_p99(ordered: list[_Number]) -> _Number:
+    return ordered[max(0, -(-len(ordered) * 99 // 100) - 1)]
 
 
 class Provenance(msgspec.Struct):
@@ -70,13 +103,20 @@ def take_provenance(trace: str, digest: str, trace_block_size: int | None, seed:
 
 
 class ReplayReport(msgspec.Struct):
-    """What a replay did. Blocks are pool blocks of `block_size` tokens.
+    """What a replay did. Blocks are pool blocks of `block_size` tokens of one KV cache group.
 
     Attributes:
         num_blocks: capacity, the null block not counted.
         requests, refused_requests: refused are those that could not fit even alone; they count in both
             hit-rate denominators.
         preempted: how often a running request lost its blocks to another (trace clock).
+        swapped_out, swapped_in: how many of these were copied to the host instead of computed anew, and how
+            often such a request came back.
+        blocks_swapped_out, blocks_swapped_in: blocks copied for it; those that were on the other side already
+            are not.
+        bytes_moved: by these copies, both ways.
+        tokens_recomputed: tokens computed again after a preemption.
+
         late_requests: whose timestamp lay before their predecessor's; they arrive with it (trace clock).
         broken_lines: lines passed over; `first_broken` says what was wrong with the first.
         blocks_looked_up: full prompt blocks of all requests.
@@ -84,6 +124,8 @@ class ReplayReport(msgspec.Struct):
         evictions: blocks that lost their hash because they were handed out again.
         peak_blocks_in_use, mean_blocks_in_use: the mean is over time (trace clock) or requests.
         blocks_per_run: mean length of the runs of consecutive ids in the block tables.
+        peak_running, mean_running: requests that hold blocks; the mean is over time (trace clock).
+        waiting: of requests that ended: from arrival to admission, and after preemptions (trace clock).
         simulated_ms: from first arrival to last completion (trace clock).
         wall_seconds: what the replay itself took.
         look_up, allocate, free: time per call of the manager.
@@ -96,6 +138,12 @@ class ReplayReport(msgspec.Struct):
     requests: int = 0
     refused_requests: int = 0
     preempted: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    bytes_moved: int = 0
+    tokens_recomputed: int = 0
     late_requests: int = 0
     broken_lines: int = 0
     first_broken: str | None = None
@@ -111,6 +159,9 @@ class ReplayReport(msgspec.Struct):
     peak_blocks_in_use: int = 0
     mean_blocks_in_use: float = 0.0
     blocks_per_run: float = 0.0
+    peak_running: int = 0
+    mean_running: float = 0.0
+    waiting: Waits = msgspec.field(default_factory=Waits)
     simulated_ms: float = 0.0
     wall_seconds: float = 0.0
     look_up: CallTimes = msgspec.field(default_factory=CallTimes)

@@ -10,8 +10,12 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.replay.event_feed import EventFeed
+from kv_pool.replay.groups import parse_groups
+from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
+from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.report import ReplayReport, take_provenance
 from kv_pool.replay.tally import Tally
@@ -19,6 +23,9 @@ from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates, TraceClock
 
 CLOCKS = ("instant", "trace")
+PREEMPTIONS = ("cost", "swap", "recompute")
+"""How a request gives way: as is faster, or always to the host while there is room, or never."""
+
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per block for traces of token ids, which have none of their own."""
 
@@ -40,6 +47,12 @@ class ReplaySettings:
         trace_block_size, timestamp_unit, skip_broken: see `Trace`.
         seed: of the block hashes, for traces of token ids.
         runs: through a `RunBlockPool`, which prefers runs of consecutive block ids.
+        groups: the model's KV cache groups, see `groups.parse_groups`; each needs blocks of its own.
+        chunk_tokens: prompts are computed in steps of no more than so many tokens; None for all at once.
+        watermark: share of the pool that a request which begins has to leave free while others run.
+        host_blocks: capacity of a pool in host memory, for preempted requests of the trace clock.
+        block_bytes: of a block in the layers of one group; 0 for unknown, which will not do for a host pool.
+        preemption: one of `PREEMPTIONS`; without a host pool all are computed anew.
     """
 
     trace: str
@@ -54,6 +67,12 @@ class ReplaySettings:
     skip_broken: bool = False
     seed: str = "0"
     runs: bool = False
+    groups: str = "full"
+    chunk_tokens: int | None = None
+    watermark: float = 0.0
+    host_blocks: int = 0
+    block_bytes: int = 0
+    preemption: str = PREEMPTIONS[0]
 
 
 @dataclass(frozen=True)
@@ -89,30 +108,40 @@ def run_replay(
     )
     block_size = settings.block_size or trace.block_size or DEFAULT_BLOCK_SIZE
     pool_class = RunBlockPool if settings.runs else BlockPool
+    groups = parse_groups(settings.groups, block_size)
+    steps = PromptSteps.for_groups(groups, settings.chunk_tokens)
     manager = KVCacheManager(
-        pool_class(settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None)
+        pool_class(settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None),
+        groups=groups,
+        # Output comes in steps of a block at most.
+        max_in_flight_tokens=settings.chunk_tokens and max(settings.chunk_tokens, block_size),
+        watermark=settings.watermark,
     )
     tally = Tally(
         manager,
         ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
     )
+    swap = None
+    if settings.host_blocks and settings.preemption != "recompute":
+        swap = _make_swap(settings, tally)
+    source = manager if swap is None else swap.swapper
     next_progress = 0.0
 
     def on_request(tally: Tally) -> None:
         nonlocal next_progress
         if feed is not None:
-            feed.publish(manager)
+            feed.publish(source)
         if on_progress is not None and monotonic() >= next_progress:
             next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
             on_progress(Progress(trace.position, tally.report.requests, tally.token_hit_rate, manager.usage))
 
     requests = _read_requests(trace, block_size, settings)
     if settings.clock == "instant":
-        report = run_instantly(requests, tally, on_request)
+        report = run_instantly(requests, tally, on_request, steps)
     else:
-        report = TraceClock(tally, settings.rates).run(requests, on_request)
+        report = TraceClock(tally, settings.rates, steps, swap).run(requests, on_request)
     if feed is not None:
-        feed.publish(manager)
+        feed.publish(source)
     if report.refused_requests == report.requests:
         raise InvalidArgumentError(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
@@ -129,6 +158,25 @@ def run_replay(
     return report
 
 
+def _make_swap(settings: ReplaySettings, tally: Tally) -> HostSwap:
+    rates = settings.rates
+    rule: PreemptionRule = swap_always
+    if settings.preemption == "cost":
+        rule = PreemptionCost(
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            copy_bytes_per_s=rates.copy_bytes_per_s,
+            block_bytes=settings.block_bytes,
+        )
+    return HostSwap(
+        tally.manager,
+        settings.host_blocks,
+        settings.block_bytes,
+        rates.copy_bytes_per_s,
+        rule,
+        tally.report,
+    )
+
+
 def _check(settings: ReplaySettings) -> None:
     if settings.num_blocks < 1:
         raise InvalidArgumentError(
@@ -142,6 +190,20 @@ def _check(settings: ReplaySettings) -> None:
         raise InvalidArgumentError(
             f"unknown convention {settings.convention!r}; known are {', '.join(CONVENTIONS)}"
         )
+    if settings.preemption not in PREEMPTIONS:
+        raise InvalidArgumentError(
+            f"unknown preemption {settings.preemption!r}; known are {', '.join(PREEMPTIONS)}"
+        )
+    if settings.host_blocks < 0 or settings.block_bytes < 0:
+        raise InvalidArgumentError(
+            f"host_blocks is {settings.host_blocks}, block_bytes {settings.block_bytes}; they are 0 or more"
+        )
+    if settings.host_blocks and settings.clock != "trace":
+        raise InvalidArgumentError(
+            "a host pool is for preempted requests, and only with the trace clock there are some"
+        )
+    if settings.host_blocks and not settings.block_bytes:
+        raise InvalidArgumentError("a host pool needs block_bytes: they say how long copies take")
     if settings.limit is not None and settings.limit < 1:
         raise InvalidArgumentError(f"limit is {settings.limit}; it counts requests, 1 or more")
 

@@ -5,10 +5,11 @@ from array import array
 
 import numpy as np
 
+from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.report import ReplayReport, summarize_calls
+from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
 
 
 class Tally:
@@ -23,6 +24,11 @@ class Tally:
         self.manager = manager
         self.report = report
         self.smallest_refused = 0
+        self._groups = [
+            make_group(spec, manager.block_pool, group_id, manager.alignment)
+            for group_id, spec in enumerate(manager.groups)
+        ]
+        self._waits_ms = array("d")
         self._look_up_ns = array("q")
         self._allocate_ns = array("q")
         self._free_ns = array("q")
@@ -32,9 +38,11 @@ class Tally:
         self._num_runs = 0
         self._started = time.perf_counter()
 
-    def count_request(self, request: ReplayRequest, num_blocks_alone: int) -> bool:
-        """Count an arrival; False if it is refused since `num_blocks_alone` exceed the whole pool."""
+    def count_request(self, request: ReplayRequest, num_tokens: int) -> bool:
+        """Count an arrival that will have `num_tokens` in the end; False if it is refused since it would not
+        fit alone."""
         report = self.report
+        num_blocks_alone = self._count_blocks_alone(num_tokens)
         report.requests += 1
         report.tokens_in += request.input_length
         report.blocks_looked_up += request.num_cacheable_blocks
@@ -48,7 +56,7 @@ class Tally:
     def count_hit(self, request: ReplayRequest, prefix: CachedPrefix) -> None:
         """Count the prefix with which a request was admitted for the first time."""
         num_tokens = min(prefix.num_tokens, request.input_length)
-        self.report.blocks_hit += len(prefix.blocks[0])
+        self.report.blocks_hit += prefix.num_tokens // self.report.block_size
         self.report.tokens_hit += num_tokens
         self._sum_request_hit_rates += num_tokens / request.input_length
 
@@ -61,10 +69,18 @@ class Tally:
     def allocate(
         self, request: ReplayRequest, num_new_tokens: int, prefix: CachedPrefix | None = None
     ) -> bool:
-        """Whether the request got slots for so many more tokens."""
+        """Whether the request got slots for so many more tokens. With a prefix it is about to begin: only
+        where all its tokens have room, if nobody else takes it."""
         start = time.perf_counter_ns()
-        has_room = self.manager.allocate_slots(request, num_new_tokens, prefix) is not None
+        has_room = (
+            self.manager.allocate_slots(
+                request, num_new_tokens, prefix, full_sequence_must_fit=prefix is not None
+            )
+            is not None
+        )
         self._allocate_ns.append(time.perf_counter_ns() - start)
+        # A step of its own: what is allocated next is computed after it, and may begin with what it writes.
+        self.manager.take_block_copies()
         in_use = self.num_blocks_in_use
         if in_use > self.report.peak_blocks_in_use:
             self.report.peak_blocks_in_use = in_use
@@ -72,17 +88,23 @@ class Tally:
 
     def free(self, request: ReplayRequest) -> None:
         """Give the request's blocks back, after looking how contiguous they were."""
-        block_ids = np.asarray(self.manager.get_block_ids(request.request_id))
-        if len(block_ids):
-            self._num_table_blocks += len(block_ids)
-            self._num_runs += 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
+        for group in self._groups:
+            block_ids = np.asarray(self.manager.get_block_ids(request.request_id, group.group_id))
+            block_ids = block_ids[np.flatnonzero(block_ids)]  # 0 is the null block
+            if len(block_ids):
+                self._num_table_blocks += len(block_ids)
+                self._num_runs += 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
         start = time.perf_counter_ns()
         self.manager.free(request)
         self._free_ns.append(time.perf_counter_ns() - start)
 
+    def count_wait(self, wait_ms: float) -> None:
+        """Count what a request that has ended waited for blocks, in all."""
+        self._waits_ms.append(wait_ms)
+
     @property
     def num_blocks_in_use(self) -> int:
-        return self.report.num_blocks - self.manager.block_pool.get_num_free_blocks()
+        return self.report.num_blocks - self.manager.get_num_free_blocks()
 
     @property
     def token_hit_rate(self) -> float:
@@ -101,7 +123,13 @@ class Tally:
             report.blocks_per_run = self._num_table_blocks / self._num_runs
         report.mean_blocks_in_use = mean_blocks_in_use
         report.evictions = self.manager.block_pool.num_evictions
+        report.waiting = summarize_waits(self._waits_ms)
         report.look_up = summarize_calls(self._look_up_ns)
         report.allocate = summarize_calls(self._allocate_ns)
         report.free = summarize_calls(self._free_ns)
         return report
+
+    def _count_blocks_alone(self, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens holds at most at a time."""
+        max_in_flight = self.manager.max_in_flight_tokens
+        return sum(group.count_most_blocks(num_tokens, max_in_flight, 0) for group in self._groups)

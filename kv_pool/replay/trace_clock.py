@@ -4,9 +4,11 @@ other's way."""
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.host_swap import HostSwap
+from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.tally import Tally
@@ -17,37 +19,53 @@ class EngineRates:
     """The engine that the trace clock imagines.
 
     Attributes:
-        prefill_tokens_per_s: prompts are computed one after another at this rate.
+        prefill_tokens_per_s: prompts, or parts of them in turn, are computed one after another at this rate.
         decode_tokens_per_s: each running request generates at this rate.
         max_running: requests that run at once.
         speedup: arrivals come this many times faster than in the trace.
+        copy_bytes_per_s: between device and host, in both directions together.
     """
 
     prefill_tokens_per_s: float = 50_000.0
     decode_tokens_per_s: float = 30.0
     max_running: int = 256
     speedup: float = 1.0
+    copy_bytes_per_s: float = 25e9
 
     def __post_init__(self) -> None:
-        for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "max_running", "speedup"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if not 0 < value < float("inf"):
                 raise InvalidArgumentError(f"{name} is {value}; it is above 0")
 
 
+_WHOLE_PROMPTS = PromptSteps()
+
+
 class TraceClock:
     """A scheduler in virtual time over the real manager: first come, first served; the last admitted request
-    is preempted when a running one needs a block and none is free, and is computed anew later.
+    is preempted when a running one needs a block and none is free.
 
-        arrive -> waiting -> prefill -> decode -> free
-                     ^___________________|  preempted
+        arrive -> waiting -> prefill, in steps -> decode -> free
+                     ^__________________|___________|  preempted
 
     A request that could not fit alone with all its output is refused on arrival, so every other one finishes.
+
+    Args:
+        steps: how prompts are cut up. While one waits for its next step, others have theirs.
+        swap: copies preempted requests to the host where that is better; without it all are computed anew.
     """
 
-    def __init__(self, tally: Tally, rates: EngineRates) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        rates: EngineRates,
+        steps: PromptSteps = _WHOLE_PROMPTS,
+        swap: HostSwap | None = None,
+    ) -> None:
         self.tally = tally
         self.rates = rates
+        self._steps = steps
+        self._swap = swap
         self._now_ms = 0.0
         self._prefill_free_ms = 0.0
         self._waiting: deque[ReplayRequest] = deque()
@@ -56,6 +74,9 @@ class TraceClock:
         self._due: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._block_ms = 0.0
+        self._running_ms = 0.0
+        self._waited_ms: dict[str, float] = {}  # less the time of queueing up, while it waits
+        self._num_lost_tokens: dict[str, int] = {}
         self._first_ms: float | None = None
         self._preempted_ms = -1.0
 
@@ -78,6 +99,7 @@ class TraceClock:
             self._admit()
         simulated_ms = self._now_ms - (self._first_ms or 0.0)
         self.tally.report.simulated_ms = simulated_ms
+        self.tally.report.mean_running = self._running_ms / simulated_ms if simulated_ms else 0.0
         return self.tally.finish(self._block_ms / simulated_ms if simulated_ms else 0.0)
 
     def _arrive(self, requests: Iterable[ReplayRequest]) -> Iterator[ReplayRequest]:
@@ -94,12 +116,13 @@ class TraceClock:
         if self._first_ms is None:
             self._first_ms = to_ms
         self._block_ms += self.tally.num_blocks_in_use * (to_ms - self._now_ms)
+        self._running_ms += len(self._running) * (to_ms - self._now_ms)
         self._now_ms = to_ms
 
     def _receive(self, request: ReplayRequest) -> None:
-        num_tokens = request.num_tokens + request.num_output_left
-        if self.tally.count_request(request, -(-num_tokens // self.tally.manager.block_size)):
+        if self.tally.count_request(request, request.num_tokens + request.num_output_left):
             self._waiting.append(request)
+            self._waited_ms[request.request_id] = -self._now_ms
 
     def _admit(self) -> None:
         # Who was preempted gives way until the others have moved on. Otherwise a request whose prompt is
@@ -108,52 +131,91 @@ class TraceClock:
             return
         while self._waiting and len(self._running) < self.rates.max_running:
             request = self._waiting[0]
-            prefix = self.tally.look_up(request)
-            num_new_tokens = request.num_tokens - prefix.num_tokens
-            if not self.tally.allocate(request, num_new_tokens, prefix):
-                return
-            self._waiting.popleft()
-            if request.request_id not in self._admissions:
-                self.tally.count_hit(request, prefix)
-            self._running[request.request_id] = request
-            self._sequence += 1
-            self._admissions[request.request_id] = self._sequence
-            start_ms = max(self._now_ms, self._prefill_free_ms)
-            self._prefill_free_ms = start_ms + 1000 * num_new_tokens / self.rates.prefill_tokens_per_s
-            self._plan(request, self._prefill_free_ms, 0)
+            if self._swap is not None and self._swap.holds(request):
+                copied_ms = self._swap.bring_back(request, self._count_next(request), self._now_ms)
+                if copied_ms is None:
+                    return
+                self._run(request)
+                self._plan(request, copied_ms, 0)
+            else:
+                prefix = self.tally.look_up(request)
+                num_tokens = self._steps.count_next(prefix.num_tokens, request.num_tokens)
+                if not self.tally.allocate(request, num_tokens, prefix):
+                    return
+                if request.request_id not in self._admissions:
+                    self.tally.count_hit(request, prefix)
+                num_lost = self._num_lost_tokens.pop(request.request_id, 0)
+                self.tally.report.tokens_recomputed += max(0, num_lost - prefix.num_tokens)
+                request.num_computed_tokens = prefix.num_tokens
+                self._run(request)
+                self._prefill(request, num_tokens)
+
+    def _run(self, request: ReplayRequest) -> None:
+        """From the front of the queue to those that run."""
+        self._waiting.popleft()
+        self._waited_ms[request.request_id] += self._now_ms
+        self._running[request.request_id] = request
+        self._sequence += 1
+        self._admissions[request.request_id] = self._sequence
+        report = self.tally.report
+        report.peak_running = max(report.peak_running, len(self._running))
+
+    def _prefill(self, request: ReplayRequest, num_tokens: int) -> None:
+        """Compute so many tokens of the prompt when those before it are computed."""
+        start_ms = max(self._now_ms, self._prefill_free_ms)
+        self._prefill_free_ms = start_ms + 1000 * num_tokens / self.rates.prefill_tokens_per_s
+        self._plan(request, self._prefill_free_ms, num_tokens)
 
     def _plan(self, request: ReplayRequest, due_ms: float, num_tokens: int) -> None:
-        """At `due_ms` the request has generated `num_tokens` more (0: its prompt is computed)."""
+        """At `due_ms` the request has computed or generated `num_tokens` more."""
         self._sequence += 1
         admission = self._admissions[request.request_id]
         heapq.heappush(self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens))
 
     def _step(self, request: ReplayRequest, num_tokens: int) -> None:
-        """The request has computed its prompt or generated `num_tokens`: end it, or let it go on."""
-        if num_tokens:
+        """The request has computed or generated `num_tokens`: end it, or let it go on."""
+        if request.num_computed_tokens < request.num_tokens:
+            request.num_computed_tokens += num_tokens
+        elif num_tokens:
             request.append_output(num_tokens)
             self.tally.report.tokens_out += num_tokens
             self.tally.manager.cache_blocks(request, request.num_tokens)
-        request.num_computed_tokens = request.num_tokens
-        if not request.num_output_left:
-            self.tally.free(request)
-            del self._running[request.request_id]
-            del self._admissions[request.request_id]
+            request.num_computed_tokens = request.num_tokens
+        num_next = self._count_next(request)
+        if not num_next:
+            self._end(request)
             return
-        block_size = self.tally.manager.block_size
-        num_next = min(request.num_output_left, block_size - request.num_tokens % block_size)
         while not self.tally.allocate(request, num_next):
             victim = self._running[next(reversed(self._running))]
             self._preempt(victim)
             if victim is request:
                 return
-        self._plan(request, self._now_ms + 1000 * num_next / self.rates.decode_tokens_per_s, num_next)
+        if request.num_computed_tokens < request.num_tokens:
+            self._prefill(request, num_next)
+        else:
+            self._plan(request, self._now_ms + 1000 * num_next / self.rates.decode_tokens_per_s, num_next)
+
+    def _count_next(self, request: ReplayRequest) -> int:
+        """Tokens of the request's next step: a part of the prompt, or output until a block is full."""
+        if request.num_computed_tokens < request.num_tokens:
+            return self._steps.count_next(request.num_computed_tokens, request.num_tokens)
+        block_size = self.tally.manager.block_size
+        return min(request.num_output_left, block_size - request.num_tokens % block_size)
+
+    def _end(self, request: ReplayRequest) -> None:
+        self.tally.free(request)
+        self.tally.count_wait(self._waited_ms.pop(request.request_id))
+        del self._running[request.request_id]
+        del self._admissions[request.request_id]
 
     def _preempt(self, request: ReplayRequest) -> None:
-        self.tally.free(request)
+        if self._swap is None or not self._swap.take_out(request, self._now_ms):
+            self.tally.free(request)
+            self._num_lost_tokens[request.request_id] = request.num_computed_tokens
+            request.num_computed_tokens = 0
         self.tally.report.preempted += 1
         self._preempted_ms = self._now_ms
-        request.num_computed_tokens = 0
         del self._running[request.request_id]
         self._admissions[request.request_id] = 0
         self._waiting.appendleft(request)
+        self._waited_ms[request.request_id] -= self._now_ms

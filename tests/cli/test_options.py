@@ -4,7 +4,7 @@ import pytest
 from replay.made_trace import record, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.cli.options import blocks_from_memory
+from kv_pool.cli.options import find_capacity, find_kv
 from kv_pool.replay.trace import Trace
 
 BLOCK_BYTES = 8 * 131_072  # of the trace's blocks, for llama-3-8b
@@ -15,8 +15,14 @@ def trace(tmp_path):
     return Trace(write_trace(tmp_path / "trace.jsonl", [record(16, [1, 2])]), block_size=8)
 
 
-def count(trace, memory, *, block_size=None, model=None, dimensions=(0, 0, 0), dtype_bytes=2):
-    return blocks_from_memory(trace, block_size, memory, model, *dimensions, dtype_bytes)
+def find(trace, memory, *, block_size=None, model=None, dimensions=(0, 0, 0), dtype_bytes=2, groups="full"):
+    """Blocks, and bytes of each."""
+    kv = find_kv(model, *dimensions, dtype_bytes)
+    return find_capacity(trace, block_size, None, memory, kv, groups)
+
+
+def count(trace, memory, **options):
+    return find(trace, memory, **options)[0]
 
 
 def test_blocks_are_the_traces_own_unless_given(trace):
@@ -40,12 +46,30 @@ def test_elements_of_half_the_size_make_twice_the_blocks(trace, model):
     assert halved // 2 == whole
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"model": "llama-3-8b", "dimensions": (32, 8, 128)}], ids=["neither", "both"]
-)
-def test_memory_needs_a_model_or_dimensions_but_not_both(trace, given):
+def test_memory_needs_a_model_or_dimensions(trace):
     with pytest.raises(InvalidArgumentError, match="--memory needs either --model, or --num-layers"):
-        count(trace, "1GiB", **given)
+        count(trace, "1GiB")
+
+
+def test_a_model_and_dimensions_are_one_too_many():
+    with pytest.raises(InvalidArgumentError, match=r"give either --model, or --num-layers, .* not both"):
+        find_kv("llama-3-8b", 32, 8, 128, 2)
+
+
+@pytest.mark.parametrize(("blocks", "memory"), [(None, None), (10, "1GiB")])
+def test_the_capacity_is_told_once(trace, blocks, memory):
+    with pytest.raises(InvalidArgumentError, match="either as --blocks or as --memory"):
+        find_capacity(trace, None, blocks, memory, find_kv("llama-3-8b", 0, 0, 0, 2), "full")
+
+
+def test_a_block_of_one_of_several_groups_is_so_many_times_smaller(trace):
+    assert find(trace, "1GiB", model="llama-3-8b") == (1023, BLOCK_BYTES)
+    hybrid = find(trace, "1GiB", model="llama-3-8b", groups="full,window:64")
+    assert hybrid == (2047, BLOCK_BYTES // 2)
+
+
+def test_without_a_model_the_bytes_of_a_block_are_not_known(trace):
+    assert find_capacity(trace, None, 10, None, None, "full") == (10, 0)
 
 
 def test_dimensions_that_are_left_out_are_an_error(trace):

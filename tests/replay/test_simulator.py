@@ -32,6 +32,14 @@ def trace(tmp_path):
     [
         ({"clock": "wall"}, "unknown clock 'wall'; known are instant, trace"),
         ({"convention": "papers"}, "unknown convention 'papers'; known are full_blocks_cap"),
+        ({"groups": "full,half"}, "'half' in groups 'full,half' is no group; write full, window:TOKENS"),
+        ({"chunk_tokens": 0}, "a step of 0 prompt tokens is too short; it has 1 or more"),
+        ({"chunk_tokens": 7, "groups": "full,mamba"}, "a step of 7 prompt tokens is too short; it has 8"),
+        ({"watermark": 1.0}, "watermark is 1.0; it is a share of the pool, 0 to below 1"),
+        ({"preemption": "never"}, "unknown preemption 'never'; known are cost, swap, recompute"),
+        ({"host_blocks": -1}, "host_blocks is -1"),
+        ({"host_blocks": 9, "block_bytes": 1}, "only with the trace clock there are some"),
+        ({"host_blocks": 9, "clock": "trace"}, "a host pool needs block_bytes"),
         ({"limit": 0}, "limit is 0"),
         ({"limit": -3}, "limit is -3"),
         ({"block_size": 0}, "block_size is 0"),
@@ -162,6 +170,12 @@ def test_the_report_names_its_settings(trace):
         "max_running": 7,
         "speedup": 1.0,
         "runs": False,
+        "groups": "full",
+        "watermark": 0.0,
+        "host_blocks": 0,
+        "block_bytes": 0,
+        "preemption": "cost",
+        "copy_bytes_per_s": 25e9,
     }
 
 

@@ -24,7 +24,10 @@ def make_request(line, num_tokens):
 
 def test_the_smallest_refused_need_is_kept():
     tally = make_tally(3)
-    answers = [tally.count_request(make_request(line, 4), need) for line, need in enumerate((5, 3, 4, 6))]
+    answers = [
+        tally.count_request(make_request(line, 4), need * BLOCK_SIZE)
+        for line, need in enumerate((5, 3, 4, 6))
+    ]
     assert answers == [False, True, False, False]
     assert tally.smallest_refused == 4
     assert (tally.report.requests, tally.report.refused_requests) == (4, 3)

@@ -1,0 +1,86 @@
+"""`HostSwap`: preempted requests go to a pool in host memory instead of being computed anew."""
+
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
+from kv_pool.manager.swap import BlockSwapper
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.report import ReplayReport
+
+
+class HostSwap:
+    """A host pool beside the manager's, and the link between them, in virtual time.
+
+    Copies are made one after the other, at one rate in both directions. A request that is swapped out gives
+    its device blocks up at once, and goes on when its copy back is done: an engine that copies into blocks,
+    or computes into them, before they are copied out would have to wait for that, too.
+
+    Args:
+        num_blocks: that the host pool can hand out.
+        block_bytes: what a copy of one block moves.
+        copy_bytes_per_s: the link's rate.
+        rule: whether a request is swapped out, if the host has room, or computed anew.
+        report: copies are counted there.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        num_blocks: int,
+        block_bytes: int,
+        copy_bytes_per_s: float,
+        rule: PreemptionRule,
+        report: ReplayReport,
+    ) -> None:
+        pool = manager.block_pool
+        host_pool = BlockPool(
+            num_blocks + 1, True, pool.hash_block_size, pool.enable_kv_cache_events, medium="CPU"
+        )
+        self.swapper = BlockSwapper(manager, host_pool)
+        self._manager = manager
+        self._ms_per_block = 1000 * block_bytes / copy_bytes_per_s
+        self._block_bytes = block_bytes
+        self._rule = rule
+        self._report = report
+        self._link_free_ms = 0.0
+
+    def holds(self, request: ReplayRequest) -> bool:
+        """Is the request swapped out?"""
+        return self.swapper.is_swapped_out(request.request_id)
+
+    def take_out(self, request: ReplayRequest, now_ms: float) -> bool:
+        """Swap a running request out, which loses the step it is in; False, with nothing changed, where it
+        had better be computed anew or the host has no room."""
+        if self._rule(count_loss(self._manager, request)) is not PreemptionKind.SWAP:
+            return False
+        plan = self.swapper.swap_out(request)
+        if plan is None:
+            return False
+        plan.commit()
+        self._report.swapped_out += 1
+        self._report.blocks_swapped_out += len(plan.moves)
+        self._copy(len(plan.moves), now_ms)
+        return True
+
+    def bring_back(self, request: ReplayRequest, num_next_tokens: int, now_ms: float) -> float | None:
+        """Swap a request in if there is room, for `num_next_tokens` more, too: when it is there, or None."""
+        plan = self.swapper.swap_in(request, num_new_tokens=num_next_tokens)
+        if plan is None:
+            return None
+        plan.commit()
+        self._report.swapped_in += 1
+        self._report.blocks_swapped_in += len(plan.moves)
+        return self._copy(len(plan.moves), now_ms)
+
+    def _copy(self, num_blocks: int, now_ms: float) -> float:
+        """When so many blocks, and all that were to be copied before, are copied."""
+        self._report.bytes_moved += num_blocks * self._block_bytes
+        if num_blocks:
+            self._link_free_ms = max(now_ms, self._link_free_ms) + num_blocks * self._ms_per_block
+            return self._link_free_ms
+        return now_ms
+
+
+def swap_always(loss: PreemptionLoss, /) -> PreemptionKind:
+    """The rule that swaps whatever has been computed."""
+    return PreemptionKind.SWAP if loss.num_computed_tokens else PreemptionKind.RECOMPUTE
