@@ -58,7 +58,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             )
             paths += [f"kv_pool/contiguous/{name}.py" for name in ("move_check", "run_calls", "run_index")]
             # Type errors are for the gate to find, with the project's own configuration. Here NumPy may be
-            # missing, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
+            # missing, and what is imported and not compiled looks wrong then: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
             options.append(f"--cache-dir={build_dir / 'mypy'}")
             distribution = Distribution(

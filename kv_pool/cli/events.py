@@ -16,7 +16,7 @@ from rich.text import Text
 from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.continuity import ReceivedBatch, StreamItem
-from kv_pool.events.follow import apply_item
+from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 
 if TYPE_CHECKING:

@@ -7,23 +7,16 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kv_pool.errors import EndpointError, EventStreamError, InvalidArgumentError
 from kv_pool.events.continuity import Continuity, ContinuityCounts, ReplayRequest, StreamItem
+from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint, is_ipv6
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.zmq_module import zmq
 
 _READ_AT_ONCE = 1000
-
-
-class CurveKeys(NamedTuple):
-    """Keys for an encrypted stream, in Z85 as `zmq.curve_keypair()` and certificate files have them."""
-
-    server_public_key: bytes
-    public_key: bytes
-    secret_key: bytes
 
 
 @dataclass(frozen=True, slots=True)

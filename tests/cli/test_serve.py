@@ -14,7 +14,7 @@ from replay.made_trace import record, write_trace
 
 from kv_pool.adapter.layout import BlockState
 from kv_pool.control import ControlClient, ControlServer
-from kv_pool.events.follow import apply_item
+from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.subscriber import KVEventSubscriber
 

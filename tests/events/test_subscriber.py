@@ -28,9 +28,10 @@ from kv_pool.events.continuity import (
     PublisherSilent,
     ReceivedBatch,
 )
-from kv_pool.events.follow import apply_item, follow, follow_async
+from kv_pool.events.curve_keys import CurveKeys
+from kv_pool.events.following import apply_item, follow, follow_async
 from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.subscriber import CurveKeys, KVEventSubscriber
+from kv_pool.events.subscriber import KVEventSubscriber
 
 
 def sequences(items):
