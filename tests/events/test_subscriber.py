@@ -319,6 +319,7 @@ def test_an_encrypted_stream_is_read_with_keys_only(tmp_path):
             assert len(items) == 1
         with subscribe(publisher) as stranger:
             assert stranger.poll(0.2) == []
+            assert stranger.stats().num_connections == 0
 
 
 # ---- iterating and closing -----------------------------------------------------------------------
