@@ -26,7 +26,7 @@ class SubscriberStatistics:
     Attributes:
         counts: what happened to the stream.
         next_sequence: of the batch that should come next; None while nothing is known.
-        is_recovering: an answer to a request is awaited.
+        is_recovering: what was missed is being asked for; live batches wait meanwhile.
         is_silent: see `PublisherSilent`.
         num_held: live batches that wait for the answer.
         num_connections: times that the live connection was made.
@@ -184,7 +184,7 @@ class KVEventSubscriber:
         return SubscriberStatistics(
             counts=machine.counts(),
             next_sequence=machine.expected,
-            is_recovering=machine.request is not None,
+            is_recovering=machine.is_recovering,
             is_silent=machine.is_silent,
             num_held=machine.num_held,
             num_connections=self._num_connections,
