@@ -99,8 +99,8 @@ def test_its_publisher_may_be_described_in_a_file(folder, is_named_in_its_file):
     assert reads.returncode == 0, reads.stderr
     assert {json.loads(line)["kind"] for line in reads.stdout.splitlines()} == {"stored"}
     assert beats.returncode == 0, beats.stderr
-    # Both requests in some batches, and then one heartbeat after the other.
-    assert "5 in group 0 GPU" in beats.stdout
+    # The requests are over some time, and then there is one heartbeat after the other.
+    assert re.search(r"\d in group 0 GPU", beats.stdout), beats.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
