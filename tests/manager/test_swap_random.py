@@ -301,11 +301,11 @@ class Life:
         assert self.swapper.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_byte_is_lost_and_no_answer_is_wrong(shape, seed):
     life = Life(seed, SHAPES[shape], events=seed % 2 == 1, watermark=0.1 * (seed % 3))
-    for _ in range(700):
+    for _ in range(500):
         life.step()
     life.end()
     assert min(life.counts[kind] for kind in ("out", "in", "failed", "later", "fork")) > 0, life.counts
