@@ -512,7 +512,9 @@ def test_encoder_blocks_go_along():
     engine.device_kv[3:6] = [[1] * 4, [2] * 4, [3] * 4]
     engine.run(engine.swapper.swap_out(request))
     engine.device_kv[:] = 0
-    assert engine.swapper.can_swap_in(request) is AllocStatus.OK
+    # 3 of 16 blocks are the encoder's, however many tokens are decoded.
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=46) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=47) is AllocStatus.NEVER
     engine.run(engine.swapper.swap_in(request))
     assert engine.device_kv[engine.manager.get_block_ids("a", 1)].tolist() == [[1] * 4, [2] * 4, [3] * 4]
 
