@@ -14,6 +14,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PoolExhaustedError` | `MemoryError`, as `OutOfBlocksError` | an allocation that the adapter cannot serve |
 | `PinnedBlockError` | as `InvalidBlockError` | freeing or moving a pinned block |
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
+| `StaleLeaseError` | as `InvalidArgumentError` | a lease that has ended, or was never made here |
 | `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
@@ -64,6 +65,10 @@ class PinnedBlockError(InvalidBlockError):
 
 class PinLimitError(KVPoolError, ValueError):
     """More blocks would be pinned than the pool allows. Nothing has changed."""
+
+
+class StaleLeaseError(InvalidArgumentError):
+    """A lease that was given back, has run out, or is of another `BlockLeases`. Nothing has changed."""
 
 
 class UnknownSequenceError(InvalidArgumentError):

@@ -1,13 +1,14 @@
 """`SlotNeeds`: how many blocks slots for a request take, now and at most."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.retention import BlockRetention
 
 
 class SlotNeed(NamedTuple):
@@ -27,12 +28,16 @@ class SlotNeeds:
     """
 
     def __init__(
-        self, groups: list[BlockGroup], max_model_len: int, max_in_flight_tokens: int, retention: Any
+        self,
+        groups: list[BlockGroup],
+        max_model_len: int,
+        max_in_flight_tokens: int,
+        retention: BlockRetention | None,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
-        self._retention: Any = retention
+        self._retention: BlockRetention | None = retention
 
     def limit(self, num_tokens: int) -> int:
         """No more tokens than the longest request has."""
@@ -62,7 +67,11 @@ class SlotNeeds:
                 num_new = group.count_new_blocks(num_entries, num_blocks)
                 if table.is_forked:
                     num_new += len(self.list_shared(table, group, num_computed, num_blocks))
-                num_held += num_new + num_entries - table.num_null_blocks
+                num_null = table.num_null_blocks
+                if group.forgets:  # what has left the window by now is given up before anything is taken
+                    num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+                    num_null = max(num_null, min(num_skipped, num_entries))
+                num_held += num_new + num_entries - num_null
                 num_free += num_new
                 continue
             hits = prefix_blocks[group_id]
@@ -83,25 +92,28 @@ class SlotNeeds:
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_before: int,
         num_encoder_tokens: int,
+        is_alone: bool = False,
     ) -> int:
-        """Free blocks that are needed until all tokens of the request have slots."""
+        """Free blocks that are needed until all tokens of the request have slots.
+
+        With `is_alone`, of a pool in which nobody holds anything: hits are free, its own blocks taken anew.
+        """
         num_tokens = self.limit(num_tokens)
         num_free = 0
         for group in self._groups:
             group_id = group.group_id
             num_most = self._count_most(group, num_tokens, num_encoder_tokens)
             if tables is not None:
-                num_free += max(0, num_most - len(tables[group_id].blocks))
+                blocks = tables[group_id].blocks
+                num_free += max(0, num_most - len(blocks))
+                if is_alone:
+                    num_free += _count_kept(blocks, 0)
                 continue
             hits = prefix_blocks[group_id]
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
+            num_free += max(0, num_most - max(num_skipped, len(hits)))
+            num_free += _count_kept(hits, num_skipped) if is_alone else self._count_free(hits, num_skipped)
         return num_free
-
-    def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Blocks that the request holds at most at a time, until all its tokens have slots."""
-        num_tokens = self.limit(num_tokens)
-        return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
 
     def count_to_forget(self, tables: list[BlockTable], num_computed: int) -> int:
         """How many blocks giving up what no later token attends to would make free."""
@@ -141,3 +153,12 @@ class SlotNeeds:
             elif retention is not None and retention.holds(block):
                 num_free += 1
         return num_free
+
+
+def _count_kept(blocks: Sequence[KVCacheBlock], first: int) -> int:
+    """How many from `first` on are not the null block."""
+    num_kept = 0
+    for position in range(first, len(blocks)):
+        if not blocks[position].is_null:
+            num_kept += 1
+    return num_kept
