@@ -6,13 +6,14 @@ from kv_pool import (
     BlockPool,
     BlockRemoved,
     BlockStored,
+    BlockSwapper,
     CopyFailedError,
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
     KVCacheManager,
+    PlanClosedError,
 )
-from kv_pool.errors import PlanClosedError
 from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
@@ -22,7 +23,6 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.swap import BlockSwapper
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 

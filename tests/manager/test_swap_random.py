@@ -11,8 +11,7 @@ import pytest
 from manager.swap_engine import SwapEngine
 from manager.test_swap import FULL_AND_WINDOW, picture
 
-from kv_pool import CopyFailedError, InvalidArgumentError
-from kv_pool.errors import PlanClosedError
+from kv_pool import CopyFailedError, InvalidArgumentError, PlanClosedError
 from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
