@@ -26,7 +26,7 @@ from kv_pool.manager.swap_sides import DeviceSide, HostSide, SwapSide, list_tail
 class BlockSwapper:
     """A host pool beside the pool of a `KVCacheManager`, and the requests that wait there.
 
-        >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+        >>> from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager, Request
         >>> manager = KVCacheManager(BlockPool(10, True, 4))
         >>> swapper = BlockSwapper(manager, BlockPool(20, True, 4, medium="CPU"))
         >>> request = Request("a", range(100, 110), BlockHasher(block_size=4))

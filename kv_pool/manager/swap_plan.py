@@ -203,7 +203,6 @@ class TablePlan(SwapPlan):
             table.num_null_blocks = num_skipped
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
-            table.is_forked = False  # what is written next is a copy of the request's own
         self._target.put_tables(self.request_id, self._tables)
         self._source.free_blocks(sources)
 
