@@ -232,7 +232,8 @@ class BlockRetention:
     @property
     def num_kept(self) -> int:
         """Kept blocks that can be had for the asking: free, as everyone but the pool sees it. O(1)."""
-        self._apply_clock()
+        if self._num_kept_pinned:  # time passing changes the number only where pins end
+            self._apply_clock()
         return len(self._kept) - self._num_kept_pinned
 
     @property
@@ -463,12 +464,14 @@ class BlockRetention:
                 self._free_listed(blocks[::-1])
             return
         to_pool: list[KVCacheBlock] = []
+        covered: list[KVCacheBlock] = []
         shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
         stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
         segments = cut_into_segments(ranges, first, len(blocks), block_size)
         for low, high, claims in reversed(segments):
-            if is_plain and not claims:
-                tail = blocks[low:high]
+            tail = blocks[low:high]
+            is_plain_here = is_plain or covers.keys().isdisjoint(tail)
+            if is_plain_here and not claims:
                 tail.reverse()
                 to_pool.extend(tail)
                 continue
@@ -477,32 +480,30 @@ class BlockRetention:
             for index in range(high - 1, low - 1, -1):
                 block = blocks[index]
                 key = block._block_hash
-                if key is None:  # null blocks, too
-                    to_pool.append(block)
-                    continue
-                if not is_plain:
+                if not is_plain_here:
                     cover = covers.get(block)
                     their_claims = claims
-                    if cover is not None and cover.key is key:
-                        their_claims = cover.claims
-                        for claim in claims:
-                            their_claims = add_claim(their_claims, claim)
+                    if cover is not None:
+                        covered.append(block)
+                        if cover.key is key:
+                            their_claims = cover.claims
+                            for claim in claims:
+                                their_claims = add_claim(their_claims, claim)
                     if their_claims is not last_claims:
                         stretches.append((stretch, last_claims))
                         stretch = []
                         last_claims = their_claims
-                if block.ref_cnt == 1 and last_claims:
+                if key is None or not last_claims:  # null blocks have no hash, too
+                    to_pool.append(block)
+                elif block.ref_cnt == 1:
                     stretch.append(block)
                 else:
                     to_pool.append(block)
-                    if last_claims:
-                        shared.append((block, last_claims))
+                    shared.append((block, last_claims))
             stretches.append((stretch, last_claims))
         pool.free_blocks(to_pool)
-        if not is_plain:
-            for block in to_pool:
-                if block.ref_cnt == 0:  # evicted, so what claims there were are void
-                    self._drop_cover(block)
+        for block in covered:
+            self._drop_cover(block)
         promised = self._promised_pins.get(request_id)
         if promised is not None:
             for low, high, claims in segments:
@@ -514,9 +515,6 @@ class BlockRetention:
             self._cover(block, claims)
         for stretch, claims in stretches:
             if stretch:
-                if not is_plain:
-                    for block in stretch:
-                        self._drop_cover(block)
                 self._keep(stretch, claims)
 
     def forget_request(self, request_id: str) -> None:
@@ -601,7 +599,11 @@ class BlockRetention:
         if num_blocks > num_free + len(self._kept) - self._num_kept_pinned:
             return
         num_wanted = 0
-        if any(strength < DEFAULT_PRIORITY for strength in self._buckets):
+        has_low = False
+        for strength in self._buckets:
+            if strength < DEFAULT_PRIORITY:
+                has_low = True
+        if has_low:
             num_empty = 0
             block = queue.fake_free_list_head.next_free_block
             while block is not None and num_empty < num_blocks and block is not queue.fake_free_list_tail:
