@@ -312,6 +312,9 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
     rng = random.Random(options.seed)
     fill_cache(lanes, rng, num_blocks)
     rows = []
+    gc.collect()
+    gc.freeze()  # as vLLM's engine does when it is up
+    gc.disable()
     for length in PROMPT_LENGTHS:
         new = Row(f"{groups}: {length:,} tokens, new")
         seen = Row(f"{groups}: {length:,} tokens, seen before")
@@ -322,14 +325,11 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
                 for lane in in_turn(lanes, run):
                     requests = [lane.make_request(f"{n}", prompt) for n, prompt in enumerate(prompts)]
                     run_request = lane.run_request
-                    gc.collect()
-                    gc.disable()
                     num_hit_tokens = 0
                     start = now()
                     for request in requests:
                         num_hit_tokens += run_request(request)
                     elapsed = now() - start
-                    gc.enable()
                     num_hits.add(num_hit_tokens)
                     if run >= 0:
                         row.add(lane.name, "request", elapsed / len(requests) / 1e3)
@@ -338,6 +338,8 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
         rows += [new, seen]
         print_row(new, ["request"])
         print_row(seen, ["request"])
+    gc.enable()
+    gc.unfreeze()
     return rows
 
 
@@ -364,7 +366,7 @@ def measure_steps(options: argparse.Namespace, names: list[str], groups: str, nu
                 request.append_output_token_ids([1])
             batches[lane.name] = batch
         gc.collect()
-        gc.freeze()  # as vLLM's engine does when it is up
+        gc.freeze()
         gc.disable()
         for step in range(-BLOCK_SIZE, options.steps):
             for lane in in_turn(lanes, step):
