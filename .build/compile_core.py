@@ -32,7 +32,9 @@ MANAGER = (
     "prefix_caching",
     "prefix_hit",
     "request_checks",
+    "retention",
     "slot_needs",
+    "table_rows",
 )
 
 

@@ -26,6 +26,7 @@ from kv_pool.errors import (
     PinLimitError,
     PinnedBlockError,
     PoolExhaustedError,
+    StaleLeaseError,
     TraceError,
     UnknownDeviceError,
     UnknownSequenceError,
@@ -42,7 +43,9 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.leases import BlockLeases, LeaseKind
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
+from kv_pool.manager.retention import BlockRetention, RetentionDirective
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 from kv_pool.protocol import (
     AllocationResult,
@@ -62,9 +65,11 @@ __all__ = [
     "BlockHashToBlockMap",
     "BlockHasher",
     "BlockInfo",
+    "BlockLeases",
     "BlockMove",
     "BlockPool",
     "BlockRemoved",
+    "BlockRetention",
     "BlockStored",
     "CachedPrefix",
     "ChunkedLocalAttentionSpec",
@@ -87,6 +92,7 @@ __all__ = [
     "KVPoolError",
     "KVPoolProtocol",
     "LRUEviction",
+    "LeaseKind",
     "LoRARequest",
     "MambaSpec",
     "MigrationResult",
@@ -97,7 +103,9 @@ __all__ = [
     "PlaceholderRange",
     "PoolExhaustedError",
     "Request",
+    "RetentionDirective",
     "SlidingWindowSpec",
+    "StaleLeaseError",
     "TraceError",
     "UnknownDeviceError",
     "UnknownSequenceError",

@@ -14,9 +14,11 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PoolExhaustedError` | `MemoryError`, as `OutOfBlocksError` | an allocation that the adapter cannot serve |
 | `PinnedBlockError` | as `InvalidBlockError` | freeing or moving a pinned block |
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
+| `StaleLeaseError` | as `InvalidArgumentError` | a lease that has ended, or was never made here |
 | `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
+| `PlanClosedError` | `RuntimeError` | a swap plan that was committed or aborted before |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
@@ -65,6 +67,10 @@ class PinLimitError(KVPoolError, ValueError):
     """More blocks would be pinned than the pool allows. Nothing has changed."""
 
 
+class StaleLeaseError(InvalidArgumentError):
+    """A lease that was given back, has run out, or is of another `BlockLeases`. Nothing has changed."""
+
+
 class UnknownSequenceError(InvalidArgumentError):
     """A sequence that holds no blocks here: freed twice, evicted, or never seen. Nothing has changed."""
 
@@ -83,6 +89,10 @@ class CopyFailedError(KVPoolError, RuntimeError):
     `__cause__` is what went wrong. Nobody relies on the targets' bytes before the copy has succeeded, so
     nothing is lost: keep the old block ids, and give the targets back or repeat the whole plan.
     """
+
+
+class PlanClosedError(KVPoolError, RuntimeError):
+    """A swap plan was committed or aborted before; each is closed once. Nothing has changed."""
 
 
 class TraceError(KVPoolError, ValueError):

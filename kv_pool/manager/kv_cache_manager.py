@@ -1,6 +1,6 @@
 """`KVCacheManager`: gives a scheduler's requests their block tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import lcm
 from typing import Any, SupportsIndex
 
@@ -18,11 +18,13 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.request_checks import as_count, check_block_size, check_bound, check_prefix
+from kv_pool.manager.retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
 
 
@@ -56,6 +58,7 @@ class KVCacheManager:
             `full_sequence_must_fit` knows how little a window needs. None for no bound.
         watermark: share of the pool, 0 to 1, that a request without blocks has to leave free while others
             hold some, so that these can grow.
+        retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
 
     A scheduler's step: `get_computed_blocks` once for a new request, `allocate_slots` before its tokens are
     computed, `take_block_copies` before the step runs, then `request.num_computed_tokens` counted up; `free`
@@ -71,7 +74,7 @@ class KVCacheManager:
         max_model_len: int | None = None,
         max_in_flight_tokens: int | None = None,
         watermark: float = 0.0,
-        retention: Any = None,
+        retention: BlockRetention | None = None,
     ) -> None:
         self.block_pool: BlockPoolCore = block_pool
         if groups is None:
@@ -108,7 +111,11 @@ class KVCacheManager:
             self._groups, self.max_model_len, self.max_in_flight_tokens, retention
         )
         self._run_pool: RunBlockPool | None = block_pool if isinstance(block_pool, RunBlockPool) else None
-        self._retention: Any = retention
+        self._retention: BlockRetention | None = retention
+        if retention is not None:
+            if retention.block_pool is not block_pool:
+                raise InvalidArgumentError("the retention was made for another pool than the manager's")
+            retention.attach([spec.block_size if spec.is_cacheable else 0 for spec in self.groups])
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(self._groups))
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ class KVCacheManager:
     def get_num_free_blocks(self) -> int:
         """Blocks that can be had: those in the free queue, and those that a retention keeps."""
         num_free = self.block_pool.free_block_queue.num_free_blocks
-        return num_free if self._retention is None else num_free + int(self._retention.num_kept)
+        return num_free if self._retention is None else num_free + self._retention.num_kept
 
     def get_computed_blocks(
         self, request: SchedulableRequest, max_num_tokens: int | None = None
@@ -206,34 +213,33 @@ class KVCacheManager:
         num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
         num_before = num_computed + num_prefix + num_external_computed_tokens
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
-        num_usable = self.block_pool.num_gpu_blocks - 1
-        num_left = self._count_to_leave(tables)
-        num_available = self.get_num_free_blocks() - num_left
+        num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
+        num_available = self.get_num_free_blocks() - self._count_to_leave(tables)
+        fits = True
         if full_sequence_must_fit:
-            need_alone = self._needs.count_full_sequence(
-                request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens, is_alone=True
-            )
-            if need_alone > num_usable:
-                return AllocStatus.NEVER
             need = self._needs.count_full_sequence(
                 request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
             )
-            if need > num_available:
-                return AllocStatus.LATER
-        need_now = self._needs.count(
+            fits = need <= num_available
+        if fits:
+            need = self._needs.count(
+                tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
+            )
+            if tables is not None:
+                num_available += self._needs.count_to_forget(tables, num_before)
+            if need <= num_available - reserved_blocks:
+                return AllocStatus.OK
+        fits_alone = self._needs.fits_alone(
+            self.block_pool.num_gpu_blocks - 1,
             tables,
             prefix_blocks,
-            num_computed,
             num_before,
-            self._needs.limit(num_before + num_new + num_lookahead_tokens),
+            num_tokens,
             num_encoder_tokens,
+            request.num_tokens if full_sequence_must_fit else 0,
+            reserved_blocks,
         )
-        if need_now.num_held + reserved_blocks > num_usable:
-            return AllocStatus.NEVER
-        num_given_up = 0 if tables is None else self._needs.count_to_forget(tables, num_before)
-        if need_now.num_free > num_available + num_given_up - reserved_blocks:
-            return AllocStatus.LATER
-        return AllocStatus.OK
+        return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -292,8 +298,9 @@ class KVCacheManager:
         num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_to_cache = 0
+        num_written = self._needs.limit(num_before + num_new)
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = min(self._needs.limit(num_before + num_new), request.num_tokens)
+            num_to_cache = min(num_written, request.num_tokens)
             self._caching.check(request, tables, num_prefix, num_to_cache)
 
         num_available = self.get_num_free_blocks()
@@ -305,12 +312,12 @@ class KVCacheManager:
             if need > num_available - num_left:
                 return None
         if self._forgets and tables is not None:
-            self._forget_blocks(tables, num_before)
+            self._forget_blocks(request_id, tables, num_before)
             num_available = self.get_num_free_blocks()
-        need_now = self._needs.count(
+        need = self._needs.count(
             tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
         )
-        if need_now.num_free > num_available - num_left - reserved_blocks:
+        if need > num_available - num_left - reserved_blocks:
             return None
 
         if tables is None:
@@ -318,16 +325,18 @@ class KVCacheManager:
             self._tables[request_id] = tables
             # Hits first, in all groups: until they are touched, they may be among the blocks that are taken.
             self._add_prefix(tables, prefix_blocks, num_before)
+            if self._retention is not None and self._retention.is_active:
+                self._retention.note_admitted(request)
             if num_external_computed_tokens:
                 self._extend(tables, num_before, 0)
         elif self._has_forks:
             self._replace_shared(tables, num_computed, num_tokens)
-        if need_now.num_free or num_external_computed_tokens:
+        if need or num_external_computed_tokens:
             added = self._extend(tables, num_tokens, num_encoder_tokens)
         else:
             added = self._no_blocks
         if num_to_cache:
-            self._caching.cache(request, tables, num_to_cache)
+            self._caching.cache(request, tables, num_to_cache, num_written)
         return added
 
     def take_block_copies(self) -> list[BlockMove]:
@@ -406,17 +415,42 @@ class KVCacheManager:
                 )
         if self.block_pool.enable_caching:
             self._caching.check(request, tables, 0, num_computed_tokens)
-            self._caching.cache(request, tables, num_computed_tokens)
+            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
-        self.block_pool.evict_blocks(block_ids)
+        listed = list(block_ids)
+        self.block_pool.evict_blocks(listed)
+        if self._retention is not None and self._retention.is_active:
+            self._retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+
+    def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
+        """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any
+        more.
+
+        See `invalid_blocks.report_invalid_blocks`. Set `num_computed_tokens` of each request that is named to
+        what is given there before its next `allocate_slots`; blocks that several of them would compute anew
+        are replaced then as if they were forks. Where it is 0, free the request and admit it again.
+
+        Raises:
+            InvalidBlockError: an id is not one of this pool's. Nothing has changed.
+        """
+        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, block_ids)
+        if report.num_valid_tokens:
+            self._has_forks = True
+        if self._retention is not None and self._retention.is_active:
+            self._retention.forget_blocks(report.evicted_blocks)
+        return report
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix; False, with nothing changed, while any request holds blocks."""
-        if self._retention is not None and not self._tables:
-            self._retention.release_all()
-        return self.block_pool.reset_prefix_cache()
+        pool = self.block_pool
+        retention = self._retention
+        if retention is not None:
+            num_free = pool.free_block_queue.num_free_blocks + retention.num_held
+            if num_free == pool.num_gpu_blocks - 1:
+                retention.release_all()
+        return pool.reset_prefix_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
         """The pool's events since the last call; stores say the kind of attention of their group."""
@@ -439,14 +473,22 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """
-        tables = self._tables_of(request.request_id)
-        del self._tables[request.request_id]
-        for table in tables:
+        request_id = request.request_id
+        tables = self._tables_of(request_id)
+        del self._tables[request_id]
+        retention = self._retention
+        if retention is not None and not retention.is_active:
+            retention = None
+        for group_id, table in enumerate(tables):
             blocks = table.blocks[table.num_null_blocks :]
             if len(self._copies):
                 self._copies.drop(blocks)
+            if retention is not None:
+                retention.cover(request_id, group_id, table.num_null_blocks, blocks)
             blocks.reverse()
             self._free_blocks(blocks)
+        if retention is not None:
+            retention.forget_request(request_id)
 
     def pop_tables(self, request_id: str) -> list[BlockTable]:
         """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
@@ -482,10 +524,8 @@ class KVCacheManager:
     # ---- changing tables -------------------------------------------------------------------------
 
     def _take(self, num_blocks: int) -> list[KVCacheBlock]:
-        if self._retention is not None:
-            num_short = num_blocks - self.block_pool.free_block_queue.num_free_blocks
-            if num_short > 0:
-                self._retention.reclaim(num_short)
+        if self._retention is not None and self._retention.is_active:
+            self._retention.make_room(num_blocks)
         return self.block_pool.get_new_blocks(num_blocks)
 
     def _free_blocks(self, blocks: list[KVCacheBlock]) -> None:
@@ -506,7 +546,7 @@ class KVCacheManager:
             table = tables[group.group_id]
             used = hits[num_skipped:] if num_skipped else hits
             self.block_pool.touch(used)
-            if self._retention is not None:
+            if self._retention is not None and self._retention.is_active:
                 self._retention.note_taken(used)
             if num_skipped:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
@@ -527,10 +567,8 @@ class KVCacheManager:
                 added.append(self._no_blocks[0])
                 continue
             if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-                if self._retention is not None:
-                    self._retention.reclaim(
-                        max(0, num_new - self.block_pool.free_block_queue.num_free_blocks)
-                    )
+                if self._retention is not None and self._retention.is_active:
+                    self._retention.make_room(num_new)
                 blocks = self._run_pool.get_new_blocks_after(table.blocks[-1], num_new)
             else:
                 blocks = self._take(num_new)
@@ -540,7 +578,7 @@ class KVCacheManager:
             added.append(blocks if num_entries == num_new else table.blocks[num_before:])
         return tuple(added)
 
-    def _forget_blocks(self, tables: list[BlockTable], num_computed: int) -> None:
+    def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
         """Give up what no later token attends to, the last of it first; the null block takes its place."""
         null_block = self.block_pool.null_block
         for group in self._groups:
@@ -551,6 +589,9 @@ class KVCacheManager:
             end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(blocks))
             if end <= table.num_null_blocks:
                 continue
+            if self._retention is not None and self._retention.is_active:
+                first = table.num_null_blocks
+                self._retention.cover(request_id, group.group_id, first, blocks[first:end])
             given_up: list[KVCacheBlock] = []
             for position in range(end - 1, table.num_null_blocks - 1, -1):
                 block = blocks[position]

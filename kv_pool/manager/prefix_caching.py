@@ -24,8 +24,14 @@ class PrefixCaching:
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
 
-    def cache(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens findable that are not yet."""
+    def cache(
+        self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int, num_written: int
+    ) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable that are not yet.
+
+        Args:
+            num_written: tokens after the step; more than `num_tokens` where some are only guessed.
+        """
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -36,7 +42,7 @@ class PrefixCaching:
                 continue
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
-                mask = group.make_mask(first, end, num_tokens)
+                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_written))
                 if mask is None or True in mask or not group.forgets:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask
@@ -91,3 +97,16 @@ class PrefixCaching:
             num_tokens -= num_tokens % self._alignment
         num_known -= self._pool.num_hash_lookahead_tokens
         return max(0, min(num_tokens, num_known)) // group.block_size
+
+
+def _pass_over_cached(
+    table: BlockTable, first: int, end: int, group: BlockGroup, mask: list[bool] | None
+) -> list[bool] | None:
+    """The mask without blocks that are cached already: by a fork that shares them and went on first."""
+    for position in range(first, end):
+        block = table.blocks[position]
+        if block._block_hash is not None and block._num_hash_tokens >= (position + 1) * group.block_size:
+            if mask is None:
+                mask = [True] * (end - first)
+            mask[position - first] = False
+    return mask

@@ -1,20 +1,13 @@
 """`SlotNeeds`: how many blocks slots for a request take, now and at most."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
-
-
-class SlotNeed(NamedTuple):
-    """What a call to `allocate_slots` takes: free blocks, and what the request then holds in all."""
-
-    num_free: int
-    num_held: int
+from kv_pool.manager.retention import BlockRetention
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -27,12 +20,16 @@ class SlotNeeds:
     """
 
     def __init__(
-        self, groups: list[BlockGroup], max_model_len: int, max_in_flight_tokens: int, retention: Any
+        self,
+        groups: list[BlockGroup],
+        max_model_len: int,
+        max_in_flight_tokens: int,
+        retention: BlockRetention | None,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
-        self._retention: Any = retention
+        self._retention: BlockRetention | None = retention
 
     def limit(self, num_tokens: int) -> int:
         """No more tokens than the longest request has."""
@@ -46,10 +43,9 @@ class SlotNeeds:
         num_before: int,
         num_tokens: int,
         num_encoder_tokens: int,
-    ) -> SlotNeed:
-        """Free blocks that slots for `num_tokens` tokens take, hits among them, and all that is then held."""
+    ) -> int:
+        """Free blocks that slots for `num_tokens` tokens take, hits among them."""
         num_free = 0
-        num_held = 0
         for group in self._groups:
             group_id = group.group_id
             if group.is_cacheable:
@@ -59,26 +55,15 @@ class SlotNeeds:
             if tables is not None:
                 table = tables[group_id]
                 num_entries = len(table.blocks)
-                num_new = group.count_new_blocks(num_entries, num_blocks)
+                num_free += group.count_new_blocks(num_entries, num_blocks)
                 if table.is_forked:
-                    num_new += len(self.list_shared(table, group, num_computed, num_blocks))
-                num_null = table.num_null_blocks
-                if group.forgets:  # what has left the window by now is given up before anything is taken
-                    num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-                    num_null = max(num_null, min(num_skipped, num_entries))
-                num_held += num_new + num_entries - num_null
-                num_free += num_new
+                    num_free += len(self.list_shared(table, group, num_computed, num_blocks))
                 continue
             hits = prefix_blocks[group_id]
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_entries = max(num_skipped, len(hits))
-            # First up to what is computed already, elsewhere too, then the rest: a state needs one for each.
-            num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
-            num_new = group.count_new_blocks(num_entries, num_first)
-            num_new += group.count_new_blocks(num_first, num_blocks)
-            num_held += num_new + num_entries - num_skipped
-            num_free += num_new + self._count_free(hits, num_skipped)
-        return SlotNeed(num_free, num_held)
+            num_free += self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            num_free += self._count_free(hits, num_skipped)
+        return num_free
 
     def count_full_sequence(
         self,
@@ -87,28 +72,66 @@ class SlotNeeds:
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_before: int,
         num_encoder_tokens: int,
-        is_alone: bool = False,
     ) -> int:
-        """Free blocks that are needed until all tokens of the request have slots.
-
-        With `is_alone`, of a pool in which nobody holds anything: hits are free, its own blocks taken anew.
-        """
+        """Free blocks that are needed until all tokens of the request have slots."""
         num_tokens = self.limit(num_tokens)
         num_free = 0
         for group in self._groups:
             group_id = group.group_id
             num_most = self._count_most(group, num_tokens, num_encoder_tokens)
             if tables is not None:
-                blocks = tables[group_id].blocks
-                num_free += max(0, num_most - len(blocks))
-                if is_alone:
-                    num_free += _count_kept(blocks, 0)
+                num_free += max(0, num_most - len(tables[group_id].blocks))
                 continue
             hits = prefix_blocks[group_id]
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_free += max(0, num_most - max(num_skipped, len(hits)))
-            num_free += _count_kept(hits, num_skipped) if is_alone else self._count_free(hits, num_skipped)
+            num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
         return num_free
+
+    def fits_alone(
+        self,
+        num_usable: int,
+        tables: list[BlockTable] | None,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_before: int,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        num_sequence_tokens: int,
+        reserved_blocks: int,
+    ) -> bool:
+        """Whether there would be room in a pool of `num_usable` blocks if nobody else held any.
+
+        Nothing is shared then, and all hits are free blocks.
+        Args:
+            num_tokens: that need slots now.
+            num_sequence_tokens: that need slots in the end, where the whole sequence must fit; else 0.
+        Cost: O(blocks of the request).
+        """
+        num_now = 0
+        num_in_the_end = 0
+        num_held = 0
+        num_forgotten = 0
+        for group in self._groups:
+            num_blocks = group.count_table_blocks(num_tokens if group.is_cacheable else num_encoder_tokens)
+            num_most = 0
+            if num_sequence_tokens:
+                num_most = self._count_most(group, self.limit(num_sequence_tokens), num_encoder_tokens)
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            if tables is not None:
+                blocks = tables[group.group_id].blocks
+                num_now += group.count_new_blocks(len(blocks), num_blocks)
+                num_in_the_end += max(0, num_most - len(blocks))
+                num_kept = _count_kept(blocks, num_skipped)
+                num_all = _count_kept(blocks, 0)
+                num_held += num_all
+                num_forgotten += num_all - num_kept
+                continue
+            hits = prefix_blocks[group.group_id]
+            num_hits = _count_kept(hits, num_skipped)
+            num_now += num_hits + self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            num_in_the_end += num_hits + max(0, num_most - max(num_skipped, len(hits)))
+        if num_sequence_tokens and num_in_the_end > num_usable - num_held:
+            return False
+        return num_now <= num_usable - num_held + num_forgotten - reserved_blocks
 
     def count_to_forget(self, tables: list[BlockTable], num_computed: int) -> int:
         """How many blocks giving up what no later token attends to would make free."""
@@ -131,6 +154,15 @@ class SlotNeeds:
         first = group.find_first_written(num_computed, num_blocks)
         return [position for position in range(first, len(blocks)) if blocks[position].ref_cnt > 1]
 
+    def _count_to_start(
+        self, group: BlockGroup, num_hits: int, num_skipped: int, num_before: int, num_blocks: int
+    ) -> int:
+        """New blocks of a request without blocks: up to what is computed already, elsewhere too, then the
+        rest, since a state needs one for each."""
+        num_entries = max(num_skipped, num_hits)
+        num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
+        return group.count_new_blocks(num_entries, num_first) + group.count_new_blocks(num_first, num_blocks)
+
     def _count_most(self, group: BlockGroup, num_tokens: int, num_encoder_tokens: int) -> int:
         if not group.is_cacheable:
             return group.count_table_blocks(num_encoder_tokens)
@@ -151,7 +183,7 @@ class SlotNeeds:
 
 
 def _count_kept(blocks: Sequence[KVCacheBlock], first: int) -> int:
-    """How many from `first` on are not the null block."""
+    """How many from `first` on are blocks, and not the null block."""
     num_kept = 0
     for position in range(first, len(blocks)):
         if not blocks[position].is_null:

@@ -16,6 +16,7 @@ class TableRow:
                  num_null_blocks |                                                padding
 
     Attributes:
+        request_id: whose row it is.
         table: as it is now; the counts are what it was when the row was written.
         num_blocks: entries of the row that stand for blocks; those behind are padding, the null block's id.
         num_null_blocks: entries from the head that hold the null block's id.

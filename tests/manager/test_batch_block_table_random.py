@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from manager.table_makers import append, drop_head, ids, make_table, replace
 
-from kv_pool import BlockMove
-from kv_pool.contiguous.compaction import Relocation
+from kv_pool import BlockHasher, BlockMove, KVCacheManager, Request
+from kv_pool.contiguous.compaction import Relocation, pack
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.slot_mapping import SlotMapping
 
 NUM_ROWS, NUM_COLUMNS, NUM_BLOCKS, NUM_STEPS = 6, 12, 200, 60
@@ -162,3 +164,62 @@ def test_rows_and_slots_are_those_of_a_slow_model(seed):
         for _ in range(life.rng.randint(1, 3)):
             life.rng.choice(steps)()
         life.check()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_follow_the_managers_tables_through_windows_forks_frees_and_compaction(seed):
+    rng = random.Random(seed)
+    pool = RunBlockPool(80, True, 4)
+    groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=7)]
+    manager = KVCacheManager(pool, groups=groups)
+    batches = [BatchBlockTable(6, 16, 4) for _ in groups]
+    hasher = BlockHasher(block_size=4, seed="seed")
+    requests = {}
+
+    def come(request):
+        requests[request.request_id] = request
+        for group_id, batch in enumerate(batches):
+            batch.add_request(request.request_id, manager.get_table(request.request_id, group_id))
+
+    def leave(request):
+        manager.free(request)
+        del requests[request.request_id]
+        assert len({batch.remove_request(request.request_id) for batch in batches}) == 1
+
+    def start(request):
+        prefix = manager.get_computed_blocks(request)
+        num_new = rng.randint(1, request.num_tokens - prefix.num_tokens)  # a chunk of it
+        if manager.allocate_slots(request, num_new, prefix) is not None:
+            request.num_computed_tokens = prefix.num_tokens + num_new
+            come(request)
+
+    for step in range(60):
+        if len(requests) < 6 and rng.random() < 0.4:
+            start(Request(f"r{step}", [7] * rng.randint(1, 24), hasher))
+        if 0 < len(requests) < 6 and rng.random() < 0.2:
+            parent = rng.choice(list(requests.values()))
+            child = Request(f"r{step}c", parent.all_token_ids, hasher)
+            child.num_computed_tokens = parent.num_computed_tokens
+            manager.fork(parent, child)
+            come(child)
+        if requests and rng.random() < 0.15:
+            leave(rng.choice(list(requests.values())))
+        for request in list(requests.values()):
+            if request.num_computed_tokens == request.num_tokens:
+                request.append_output_token_ids([rng.randrange(3)])
+            num_new = rng.randint(1, request.num_tokens - request.num_computed_tokens)
+            if request.num_tokens > 60 or manager.allocate_slots(request, num_new) is None:
+                leave(request)
+            else:
+                request.num_computed_tokens += num_new
+        manager.take_block_copies()
+        for batch in batches:
+            batch.update()
+        if rng.random() < 0.1:
+            for relocation in pack(pool, lambda moves: None):
+                for batch in batches:
+                    batch.remap(relocation.make_remap())
+        for group_id, batch in enumerate(batches):
+            held = [manager.get_block_ids(name, group_id) for name in batch.list_request_ids()]
+            assert batch.get_rows().tolist() == [row + [0] * (16 - len(row)) for row in held]
+            assert not batch.block_ids[batch.num_requests :].any()

@@ -1,0 +1,113 @@
+"""`report_invalid_blocks`: blocks whose content is bad, and what is left of the requests that hold them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_table import BlockTable
+
+
+@dataclass(frozen=True)
+class InvalidBlocksReport:
+    """What a failed load leaves behind.
+
+    Attributes:
+        num_valid_tokens: for each request that holds a bad block, how many of its leading tokens it can go on
+            from in the blocks it has; the rest is computed anew. 0: from none, so free it and admit it again;
+            what is still good of it is found as a prefix then.
+        evicted_blocks: the bad blocks, and those that were computed from them; nobody hits them any more.
+    """
+
+    num_valid_tokens: dict[str, int]
+    evicted_blocks: list[KVCacheBlock]
+
+
+def report_invalid_blocks(
+    block_pool: BlockPoolCore,
+    tables: Mapping[str, Sequence[BlockTable]],
+    groups: Sequence[BlockGroup],
+    block_ids: Collection[int],
+) -> InvalidBlocksReport:
+    """Forget the content of these blocks and of what was computed from it; say what is left.
+
+        tokens   0 . . . | . . . . | . . . . | . . . .
+        table    good    | bad     | computed from it: evicted, too
+                 valid  ->|
+
+    Args:
+        tables: per request one table for each group.
+        groups: the manager's.
+        block_ids: what could not be loaded.
+
+    A request of full attention goes on from the first bad block of any group. One with windows does so if
+    what its next token attends to is still there; one with states, or with bad blocks of its encoder, never.
+
+    The tables keep their blocks, since the recomputed content goes there. Their `num_cached_blocks` falls, so
+    that it is cached again, and where others hold a block that will be written they count as forked.
+
+    Raises:
+        InvalidBlockError: an id is not one of this pool's, or the null block's.
+        InvalidArgumentError: a request has another number of tables than there are groups. In both cases
+            nothing has changed.
+    Cost: O(blocks in the tables).
+    """
+    for block_id in block_ids:
+        if not 0 < block_id < block_pool.num_gpu_blocks:
+            raise InvalidBlockError(
+                f"block {block_id} was reported as invalid; this pool has blocks "
+                f"1..{block_pool.num_gpu_blocks - 1}"
+            )
+    for request_id, group_tables in tables.items():
+        if len(group_tables) != len(groups):
+            raise InvalidArgumentError(
+                f"request {request_id!r} has {len(group_tables)} tables; there are {len(groups)} groups"
+            )
+    evicted = dict.fromkeys(block_pool.blocks[block_id] for block_id in block_ids)
+    bad = set(evicted)
+    num_valid_tokens: dict[str, int] = {}
+    for request_id, group_tables in tables.items():
+        num_good = _count_good_tokens(group_tables, groups, bad)
+        if num_good is None:
+            continue
+        num_valid_tokens[request_id] = num_good if _can_go_on(group_tables, groups, num_good) else 0
+        for table, group in zip(group_tables, groups, strict=True):
+            num_good_blocks = num_good // group.block_size
+            for block in table.blocks[num_good_blocks:]:
+                if not block.is_null:
+                    evicted[block] = None
+                    if block.ref_cnt > 1:
+                        table.is_forked = True
+            table.num_cached_blocks = min(table.num_cached_blocks, num_good_blocks)
+    block_pool.evict_blocks([block.block_id for block in evicted])
+    return InvalidBlocksReport(num_valid_tokens, list(evicted))
+
+
+def _count_good_tokens(
+    tables: Sequence[BlockTable], groups: Sequence[BlockGroup], bad: set[KVCacheBlock]
+) -> int | None:
+    """Tokens before the first bad block of any group, none if it is the encoder's; None: all are good."""
+    first: int | None = None
+    for table, group in zip(tables, groups, strict=True):
+        for index, block in enumerate(table.blocks):
+            if block in bad:
+                num_before = index * group.block_size if group.is_cacheable else 0
+                first = num_before if first is None else min(first, num_before)
+                break
+    return first
+
+
+def _can_go_on(tables: Sequence[BlockTable], groups: Sequence[BlockGroup], num_tokens: int) -> bool:
+    """Is there all that the next token attends to, and a slot for it?"""
+    for table, group in zip(tables, groups, strict=True):
+        if not group.is_cacheable:
+            continue
+        if isinstance(group, MambaGroup):
+            return False
+        num_skipped = group.count_skipped_tokens(num_tokens)
+        if any(block.is_null for block in table.blocks[num_skipped // group.block_size :]):
+            return False
+    return True

@@ -1,0 +1,256 @@
+import random
+
+import pytest
+from drawing import cache, ids, make_pool, state
+
+from kv_pool import (
+    BlockLeases,
+    BlockPool,
+    BlockRetention,
+    InvalidArgumentError,
+    InvalidBlockError,
+    LeaseKind,
+    RetentionDirective,
+    StaleLeaseError,
+)
+from kv_pool.core import invariants
+from kv_pool.manager.invariants import check_leases
+from kv_pool.manager.leases import LeaseState
+
+READ, WRITE = LeaseKind.READ, LeaseKind.WRITE
+SEEDS = range(150)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        return self.now
+
+
+def make(picture):
+    clock = Clock()
+    pool = make_pool(picture)
+    return pool, clock, BlockLeases(pool, clock)
+
+
+def lend(leases, block_ids, deadline=10, holder="worker", kind=READ):
+    return leases.lend([leases.block_pool.blocks[block_id] for block_id in block_ids], deadline, holder, kind)
+
+
+def snapshot(pool, leases):
+    check_leases(leases)
+    return state(pool), [(lease, repr(lease)) for lease in leases.list_leases()], leases.num_lent_blocks
+
+
+def test_lent_blocks_are_not_reused_until_given_back():
+    pool, _, leases = make("free: 3 1* 2* | in use: 4*")
+    lease = lend(leases, [1, 4])
+    assert state(pool) == "free: 3 2* | in use: 1* 4*x2"
+    assert leases.num_lent_blocks == 2
+    assert leases.is_lent(pool.blocks[1])
+    lease.give_back()
+    assert state(pool) == "free: 3 2* 1* | in use: 4*"
+    assert leases.num_lent_blocks == 0
+    assert lease.state is LeaseState.GIVEN_BACK
+
+
+def test_a_lease_ends_once():
+    pool, _, leases = make("free: 1*")
+    lease = lend(leases, [1])
+    lease.give_back()
+    before = snapshot(pool, leases)
+    with pytest.raises(StaleLeaseError, match=r"'worker', given back\) is over"):
+        lease.give_back()
+    with pytest.raises(StaleLeaseError):
+        lease.extend(20)
+    with pytest.raises(StaleLeaseError, match="not of these leases"):
+        BlockLeases(pool, Clock()).give_back(lease)
+    assert snapshot(pool, leases) == before
+
+
+def test_a_reader_that_is_late_loses_the_blocks_and_is_reported_once():
+    pool, clock, leases = make("free: 1* 2*")
+    late, early = lend(leases, [1], 10), lend(leases, [2], 5)
+    clock.now = 4
+    assert leases.expire() == []
+    clock.now = 10
+    assert leases.expire() == [early, late]
+    assert leases.expire() == []
+    assert state(pool) == "free: 2* 1*"
+    before = snapshot(pool, leases)
+    with pytest.raises(StaleLeaseError, match="expired"):
+        late.give_back()
+    assert snapshot(pool, leases) == before
+
+
+def test_late_is_not_too_late_while_nobody_took_the_blocks_back():
+    pool, clock, leases = make("free: 1*")
+    lease = lend(leases, [1], 5)
+    clock.now = 9
+    lease.give_back()
+    assert leases.expire() == []
+    assert state(pool) == "free: 1*"
+
+
+def test_a_writer_that_is_late_is_quarantined_until_it_confirms():
+    pool, clock, leases = make("free: 2 | in use: 1")
+    lease = lend(leases, [1], 5, kind=WRITE)
+    pool.free_blocks([pool.blocks[1]])
+    clock.now = 5
+    assert leases.expire() == [lease]
+    assert leases.list_quarantined() == [lease]
+    assert leases.expire() == []
+    check_leases(leases)
+    assert state(pool) == "free: 2 | in use: 1"
+    with pytest.raises(StaleLeaseError, match="can not be extended: its deadline has passed"):
+        lease.extend(20)
+    lease.give_back()
+    assert leases.list_leases() == []
+    assert state(pool) == "free: 1 2"
+
+
+def test_a_heartbeat_moves_the_deadline_either_way():
+    pool, clock, leases = make("free: 1* 2*")
+    first, second = lend(leases, [1], 5), lend(leases, [2], 50)
+    first.extend(20)
+    second.extend(7)
+    clock.now = 8
+    assert leases.expire() == [second]
+    before = snapshot(pool, leases)
+    with pytest.raises(InvalidArgumentError, match="can not be extended to 8: it is 8 now"):
+        first.extend(8)
+    assert snapshot(pool, leases) == before
+    for deadline in range(21, 1000):
+        first.extend(deadline)
+    assert len(leases._deadlines) < 100
+    clock.now = 999
+    assert leases.expire() == [first]
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "kind", "message"),
+    [
+        ([0], READ, "block 0 is null"),
+        ([1], READ, "free and has no content"),
+        ([2, 2], READ, "twice"),
+        ([6], READ, "writes it"),
+        ([2], WRITE, "cached"),
+        ([1], WRITE, "0 references"),
+        ([4], WRITE, "2 references"),
+        ([5, 3], WRITE, "and is cached"),
+        ([6], WRITE, "writes it"),
+    ],
+)
+def test_a_block_that_can_not_be_lent_is_refused_and_nothing_changes(block_ids, kind, message):
+    pool, _, leases = make("free: 1 2* | in use: 3* 4x2 5 6")
+    lend(leases, [6], holder="first", kind=WRITE)
+    before = snapshot(pool, leases)
+    with pytest.raises(InvalidBlockError, match=message):
+        lend(leases, block_ids, kind=kind)
+    assert snapshot(pool, leases) == before
+
+
+def test_what_is_no_loan_is_refused():
+    pool, clock, leases = make("free: 1*")
+    clock.now = 3
+    before = snapshot(pool, leases)
+    for block_ids, deadline in (([], 10), ([1], 3), ([1], float("nan"))):
+        with pytest.raises(InvalidArgumentError):
+            lend(leases, block_ids, deadline)
+    with pytest.raises(InvalidBlockError, match="not one of this pool"):
+        leases.lend([BlockPool(3, True, 4).blocks[1]], 10, "worker")
+    assert snapshot(pool, leases) == before
+
+
+def test_a_kept_block_is_handed_over_to_the_transfer_and_kept_again():
+    clock = Clock()
+    pool = make_pool("free: 2 | in use: 1*")
+    retention = BlockRetention(pool, clock)
+    leases = BlockLeases(pool, clock, retention)
+    retention.set_directives("request", [RetentionDirective(priority=90)])
+    retention.cover("request", 0, 0, [pool.blocks[1]])
+    retention.free_blocks([pool.blocks[1]])
+    assert retention.num_kept == 1
+    lease = lend(leases, [1])
+    assert retention.num_kept == 0
+    assert pool.blocks[1].ref_cnt == 1
+    check_leases(leases)
+    lease.give_back()
+    assert retention.num_kept == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_loans_leak_nothing_and_nothing_lent_is_reused(seed):
+    """The model: per live lease a list of block ids, and per holder a list; references are counted anew."""
+    chance = random.Random(seed)
+    clock = Clock()
+    pool = BlockPool(11, True, 4)
+    leases = BlockLeases(pool, clock)
+    held, live = [], {}
+    cached = 0
+    for _ in range(150):
+        action = chance.choice(["take", "free", "read", "write", "back", "wait", "expire", "extend"])
+        deadline = clock.now + chance.randint(1, 6)
+        if action == "take" and pool.get_num_free_blocks():
+            blocks = pool.get_new_blocks(chance.randint(1, min(3, pool.get_num_free_blocks())))
+            lent = {block_id for lease in live for block_id in ids(lease.blocks)}
+            assert not lent & set(ids(blocks))
+            if chance.random() < 0.6:
+                for block in blocks:
+                    cached += 1
+                    cache(pool, block, cached)
+            held.append(blocks)
+        elif action == "free" and held:
+            pool.free_blocks(held.pop(chance.randrange(len(held))))
+        elif action in ("read", "write"):
+            blocks = chance.sample(pool.blocks[1:], chance.randint(1, 2))
+            kind = READ if action == "read" else WRITE
+            written = {b for lease in live if lease.kind is WRITE for b in lease.blocks}
+            lent = {b for lease in live for b in lease.blocks}
+            if kind is READ:
+                fits = all((b.ref_cnt or b.block_hash) and b not in written for b in blocks)
+            else:
+                fits = all(b.ref_cnt == 1 and b.block_hash is None and b not in lent for b in blocks)
+            if fits:
+                live[leases.lend(blocks, deadline, "worker", kind)] = deadline
+            else:
+                before = snapshot(pool, leases)
+                with pytest.raises(InvalidBlockError):
+                    leases.lend(blocks, deadline, "worker", kind)
+                assert snapshot(pool, leases) == before
+        elif action == "back" and live:
+            lease = chance.choice(list(live))
+            lease.give_back()
+            del live[lease]
+        elif action == "wait":
+            clock.now += chance.randint(1, 3)
+        elif action == "extend" and live:
+            lease = chance.choice(list(live))
+            if live[lease] is None:
+                with pytest.raises(StaleLeaseError):
+                    lease.extend(deadline)
+            else:
+                lease.extend(deadline)
+                live[lease] = deadline
+        elif action == "expire":
+            due = [lease for lease in live if live[lease] is not None and live[lease] <= clock.now]
+            due.sort(key=lambda lease: live[lease])
+            assert [lease.deadline for lease in leases.expire()] == [live[lease] for lease in due]
+            for lease in due:
+                live[lease] = None
+                if lease.kind is READ:
+                    del live[lease]
+        check_leases(leases)
+        invariants.check(pool)
+        assert set(leases.list_leases()) == set(live)
+        assert set(leases.list_quarantined()) == {lease for lease in live if live[lease] is None}
+        for block in pool.blocks[1:]:
+            holders = sum(block in blocks for blocks in held)
+            assert block.ref_cnt == holders + sum(block in lease.blocks for lease in live)
+    for blocks in held:
+        pool.free_blocks(blocks)
+    for lease in live:
+        lease.give_back()
+    assert pool.get_num_free_blocks() == 10

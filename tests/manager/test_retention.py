@@ -1,0 +1,453 @@
+import pytest
+from drawing import ids, state
+
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    BlockRetention,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVCacheManager,
+    KVPoolError,
+    PinLimitError,
+    Request,
+    RetentionDirective,
+)
+from kv_pool.core import invariants
+from kv_pool.manager.invariants import check_retention
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+HASHER = BlockHasher("sha256", "s", 4)
+OPTIONS = {"max_pinned_blocks": 4}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """A manager with a retention on a clock that stands still."""
+
+    def __init__(self, num_blocks=8, *, groups=None, events=False, **options):
+        self.clock = Clock()
+        self.pool = BlockPool(num_blocks + 1, True, 4, events)
+        self.retention = BlockRetention(self.pool, self.clock, **{**OPTIONS, **options})
+        self.manager = KVCacheManager(self.pool, groups=groups, retention=self.retention)
+
+    def start(self, name, tokens, *directives, session_id=None):
+        request = Request(name, tokens, HASHER, session_id=session_id)
+        if directives:
+            self.retention.set_directives(name, directives)
+        prefix = self.manager.get_computed_blocks(request)
+        added = self.manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+        if added is None:
+            return None
+        request.num_computed_tokens = request.num_tokens
+        self.check()
+        return request
+
+    def run(self, name, tokens, *directives, session_id=None):
+        request = self.start(name, tokens, *directives, session_id=session_id)
+        self.manager.free(request)
+        self.check()
+        return request
+
+    def count_hits(self, tokens):
+        request = Request("probe", tokens, HASHER)
+        return self.manager.get_computed_blocks(request, len(tokens)).num_tokens
+
+    def check(self):
+        invariants.check(self.pool)
+        check_retention(self.retention)
+
+    def snapshot(self):
+        retention = self.retention
+        return (
+            state(self.pool),
+            retention.num_kept,
+            retention.num_pinned,
+            retention.num_pins,
+            retention.list_sessions(),
+            dict(retention._directives),
+        )
+
+
+def prompt(number, num_blocks):
+    """A prompt of so many blocks that shares none with one of another number."""
+    return [number] * (4 * num_blocks)
+
+
+def test_a_block_of_high_priority_outlives_younger_ones_without():
+    bench = Bench(4)
+    bench.run("old", prompt(1, 2), RetentionDirective(priority=80))
+    bench.run("young", prompt(2, 2))
+    assert state(bench.pool) == "free: 4* 3* | in use: 1* 2*"
+    assert bench.retention.num_kept == 2
+    assert bench.manager.get_num_free_blocks() == 4
+    bench.run("next", prompt(3, 2))
+    assert bench.count_hits(prompt(1, 2)) == 8
+    assert bench.count_hits(prompt(2, 2)) == 0
+
+
+def test_kept_blocks_are_given_up_when_nothing_else_is_left():
+    bench = Bench(4)
+    bench.run("old", prompt(1, 3), RetentionDirective(0, 4, priority=90), RetentionDirective(4, priority=80))
+    assert bench.start("big", prompt(2, 3)) is not None
+    assert bench.count_hits(prompt(1, 3)) == 4
+    assert bench.retention.num_kept == 1
+    assert bench.start("more", prompt(3, 2)) is None
+    assert bench.start("last", prompt(3, 1)) is not None
+    assert not bench.retention.is_active
+
+
+def test_a_block_of_low_priority_goes_before_older_ones_without_but_after_empty_ones():
+    bench = Bench(4)
+    bench.run("old", prompt(1, 1))
+    bench.run("low", prompt(2, 1), RetentionDirective(priority=10))
+    first = bench.start("first", prompt(3, 2))
+    assert bench.count_hits(prompt(2, 1)) == 4
+    second = bench.start("second", prompt(4, 1))
+    assert bench.count_hits(prompt(2, 1)) == 0
+    assert bench.count_hits(prompt(1, 1)) == 4
+    for request in (first, second):
+        bench.manager.free(request)
+    bench.check()
+
+
+def test_a_block_whose_time_is_up_goes_first():
+    bench = Bench(4)
+    bench.run("timed", prompt(1, 2), RetentionDirective(priority=90, duration_s=5))
+    bench.run("plain", prompt(2, 2))
+    bench.clock.now += 4.5
+    bench.run("next", prompt(3, 1))
+    assert bench.count_hits(prompt(1, 2)) == 8
+    bench.clock.now += 0.5
+    bench.run("after", prompt(4, 1))
+    assert bench.count_hits(prompt(1, 2)) == 4
+    assert bench.count_hits(prompt(3, 1)) == 4
+
+
+def test_the_duration_counts_from_when_the_block_becomes_free():
+    bench = Bench(4)
+    request = bench.start("timed", prompt(1, 2), RetentionDirective(priority=90, duration_s=5))
+    bench.clock.now += 50
+    bench.manager.free(request)
+    bench.clock.now += 4
+    again = bench.start("again", [*prompt(1, 2), 0])
+    bench.clock.now += 50
+    bench.manager.free(again)
+    bench.clock.now += 4
+    bench.run("other", prompt(2, 2))
+    assert bench.count_hits(prompt(1, 2)) == 8
+    bench.clock.now += 1
+    bench.run("another", prompt(3, 2))
+    assert bench.count_hits(prompt(1, 2)) == 0
+
+
+def test_a_weaker_directive_holds_when_the_stronger_one_is_over():
+    bench = Bench(4)
+    bench.run(
+        "a", prompt(1, 1), RetentionDirective(priority=90, duration_s=5), RetentionDirective(priority=50)
+    )
+    bench.run("b", prompt(2, 1), RetentionDirective(priority=60))
+    bench.clock.now += 5
+    bench.run("c", prompt(3, 3))
+    assert bench.count_hits(prompt(1, 1)) == 0
+    assert bench.count_hits(prompt(2, 1)) == 4
+
+
+def test_a_shared_block_has_the_strongest_directive_of_those_that_shared_it():
+    bench = Bench(4)
+    shared = bench.start("a", prompt(1, 1), RetentionDirective(priority=90))
+    bench.run("b", [*prompt(1, 1), 0], RetentionDirective(priority=40))
+    assert bench.retention.num_kept == 0
+    bench.manager.free(shared)
+    bench.run("c", prompt(2, 1), RetentionDirective(priority=60))
+    bench.run("d", prompt(3, 3))
+    assert bench.count_hits(prompt(1, 1)) == 4
+    assert bench.count_hits(prompt(2, 1)) == 0
+
+
+def test_an_evicted_block_loses_its_directive():
+    bench = Bench(4)
+    bench.run("a", prompt(1, 1), RetentionDirective(priority=90))
+    bench.manager.evict_blocks([1])
+    bench.check()
+    assert state(bench.pool) == "free: 1 2 3 4"
+    assert not bench.retention.is_active
+    request = bench.start("b", prompt(2, 1), RetentionDirective(priority=90))
+    bench.manager.evict_blocks([1])
+    bench.manager.free(request)
+    assert state(bench.pool) == "free: 1 2 3 4"
+    assert not bench.retention.is_active
+
+
+def test_blocks_without_a_hash_are_never_kept():
+    bench = Bench(4)
+    bench.run("a", [1] * 6, RetentionDirective(priority=90), RetentionDirective(0, 6, pin=True))
+    assert bench.retention.num_pinned == 1
+    assert state(bench.pool) == "free: 2 3 4 | in use: 1*"
+
+
+def test_35_without_more_says_nothing():
+    bench = Bench(4)
+    bench.run("a", prompt(1, 2), RetentionDirective(0, 8))
+    assert not bench.retention.is_active
+    assert state(bench.pool) == "free: 3 4 2* 1*"
+
+
+def test_directives_change_while_the_request_runs_and_are_forgotten_with_it():
+    bench = Bench(4)
+    request = bench.start("a", prompt(1, 2), RetentionDirective(priority=90))
+    bench.retention.set_directives("a", [RetentionDirective(0, 4, priority=90)])
+    bench.manager.free(request)
+    assert bench.retention.num_kept == 1
+    bench.run("a", prompt(2, 1))
+    assert bench.retention.num_kept == 1
+    bench.retention.set_directives("never started", [RetentionDirective(0, 8, pin=True)])
+    assert bench.retention.num_pins == 2
+    bench.retention.set_directives("never started", [])
+    assert bench.retention.num_pins == 0
+
+
+def test_directives_of_free_blocks_change_by_their_prefix():
+    bench = Bench(6)
+    request = bench.run("a", prompt(1, 3))
+    assert bench.retention.change_directives(request, [RetentionDirective(0, 8, priority=90)]) == 2
+    bench.check()
+    assert state(bench.pool) == "free: 4 5 6 3* | in use: 1* 2*"
+    bench.clock.now += 50
+    assert bench.retention.change_directives(request, [RetentionDirective(4, 8, duration_s=5)]) == 1
+    bench.clock.now += 4
+    assert bench.retention.num_kept == 2
+    bench.clock.now += 1
+    bench.run("b", prompt(2, 4))
+    assert bench.count_hits(prompt(1, 2)) == 4
+    assert bench.retention.change_directives(request, [RetentionDirective(0, 12)]) == 2
+    assert not bench.retention.is_active
+    bench.check()
+    assert bench.retention.change_directives(Request("x", prompt(9, 3), HASHER), [RetentionDirective()]) == 0
+
+
+def test_pinned_blocks_are_never_taken_and_not_counted_as_free():
+    bench = Bench(4)
+    bench.run("a", prompt(1, 2), RetentionDirective(0, 8, pin=True, duration_s=5))
+    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (0, 2, 2)
+    assert bench.manager.get_num_free_blocks() == 2
+    assert bench.start("b", prompt(2, 3)) is None
+    assert bench.retention.reclaim(5) == 0
+    assert bench.count_hits(prompt(1, 2)) == 8
+    bench.clock.now += 5
+    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (2, 0, 0)
+    assert bench.start("b", prompt(2, 3)) is not None
+    assert bench.count_hits(prompt(1, 2)) == 4
+
+
+def test_a_hit_on_a_pinned_block_needs_no_free_one():
+    bench = Bench(3)
+    bench.run("a", prompt(1, 2), RetentionDirective(0, 8, pin=True))
+    assert bench.start("b", [*prompt(1, 2), 7]) is not None
+    assert bench.retention.num_pins == 2
+    assert bench.manager.get_num_free_blocks() == 0
+
+
+def test_a_refused_pin_says_why_and_changes_nothing():
+    bench = Bench(8, max_pinned_blocks=3)
+    request = bench.start("a", prompt(1, 2), RetentionDirective(0, 8, pin=True))
+    before = bench.snapshot()
+    with pytest.raises(
+        PinLimitError, match="2 blocks would be pinned, and 2 others are or may become so; at most 3 may"
+    ):
+        bench.retention.set_directives("b", [RetentionDirective(0, 8, pin=True)])
+    assert bench.snapshot() == before
+    bench.retention.set_directives("a", [RetentionDirective(0, 12, pin=True)])
+    bench.manager.free(request)
+    other = bench.run("other", prompt(2, 3))
+    before = bench.snapshot()
+    with pytest.raises(PinLimitError, match="2 blocks would be pinned, and 2 others"):
+        bench.retention.change_directives(other, [RetentionDirective(0, 8, pin=True)])
+    assert bench.snapshot() == before
+    assert bench.retention.change_directives(other, [RetentionDirective(0, 4, pin=True)]) == 1
+    assert bench.retention.num_pins == 3
+    bench.check()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"start": -1},
+        {"start": 4, "end": 4},
+        {"priority": 101},
+        {"priority": -1},
+        {"duration_s": 0},
+        {"duration_s": float("inf")},
+        {"duration_s": float("nan")},
+        {"pin": True},
+    ],
+)
+def test_a_directive_that_can_not_be_meant_is_refused(words):
+    with pytest.raises(InvalidArgumentError):
+        RetentionDirective(**words)
+
+
+def test_a_session_is_kept_for_its_next_turn():
+    bench = Bench(6)
+    first = bench.start("turn 1", prompt(1, 3), session_id="chat")
+    assert bench.retention.keep_session("chat", first, until=160) == 3
+    bench.manager.free(first)
+    bench.run("other", prompt(2, 3))
+    bench.run("another", prompt(3, 3))
+    assert bench.retention.num_kept == 3
+    second = bench.start("turn 2", prompt(1, 2) + [5] * 8, session_id="chat")
+    assert second.num_computed_tokens == 16
+    assert bench.retention.num_sessions == 0
+    assert bench.retention.num_kept == 0
+    bench.manager.free(second)
+    assert not bench.retention.is_active
+
+
+def test_a_session_ends_at_its_deadline_or_when_it_is_told_to():
+    bench = Bench(6)
+    first = bench.run("a", prompt(1, 2))
+    second = bench.run("b", prompt(2, 2))
+    assert bench.retention.keep_session("first", first, until=110) == 2
+    assert bench.retention.keep_session("second", second, until=120) == 2
+    assert bench.retention.list_sessions() == [("first", 110), ("second", 120)]
+    assert bench.retention.end_session("second")
+    assert not bench.retention.end_session("second")
+    assert state(bench.pool) == "free: 5 6 4* 3* | in use: 1* 2*"
+    bench.clock.now = 110
+    assert bench.retention.list_sessions() == []
+    bench.run("c", prompt(3, 3))
+    assert bench.count_hits(prompt(1, 2)) == 4
+    assert bench.count_hits(prompt(2, 2)) == 8
+    bench.check()
+
+
+def test_a_session_too_many_ends_the_one_that_would_end_first():
+    bench = Bench(8, max_sessions=2)
+    for number, until in ((1, 150), (2, 130), (3, 140)):
+        request = bench.run(f"r{number}", prompt(number, 2))
+        bench.retention.keep_session(f"s{number}", request, until)
+        bench.check()
+    assert bench.retention.list_sessions() == [("s3", 140), ("s1", 150)]
+    assert bench.retention.keep_session("s4", Request("none", [1], HASHER), 150) == 0
+    assert bench.retention.num_sessions == 2
+
+
+def test_a_session_that_can_not_be_kept_changes_nothing():
+    bench = Bench(6)
+    request = bench.run("a", prompt(1, 2))
+    before = bench.snapshot()
+    for words in ({"until": 100}, {"until": float("inf")}, {"until": 120, "priority": 101}):
+        with pytest.raises(InvalidArgumentError):
+            bench.retention.keep_session("chat", request, **words)
+    assert bench.snapshot() == before
+
+
+def test_sessions_do_not_pile_up_on_a_block_that_is_always_in_use():
+    bench = Bench(6, max_sessions=3)
+    bench.start("always", prompt(1, 2))
+    for number in range(20):
+        bench.retention.keep_session(f"s{number}", Request("x", prompt(1, 2), HASHER), bench.clock.now + 1)
+        bench.clock.now += 1
+    assert max(len(cover.claims) for cover in bench.retention._covers.values()) == 1
+
+
+def test_kept_blocks_that_are_freed_once_more_are_refused():
+    bench = Bench(4)
+    request = bench.start("a", prompt(1, 2), RetentionDirective(priority=90))
+    blocks = list(bench.manager.get_table("a").blocks)
+    bench.manager.free(request)
+    before = bench.snapshot()
+    with pytest.raises(InvalidBlockError, match="block 1 is kept by the retention"):
+        bench.retention.free_blocks([bench.pool.get_new_blocks(0), *blocks][1:])
+    assert bench.snapshot() == before
+    taken = bench.start("b", [*prompt(1, 2), 0])
+    bench.retention.set_directives("b", [RetentionDirective(priority=90)])
+    first = bench.manager.get_table("b").blocks[0]
+    before = bench.snapshot()
+    with pytest.raises(KVPoolError):
+        bench.retention.free_blocks([first, first])
+    assert bench.snapshot() == before
+    bench.manager.free(taken)
+    bench.check()
+
+
+def test_a_reset_gives_everything_up_but_not_while_something_is_in_use(caplog):
+    bench = Bench(6)
+    running = bench.start("a", prompt(1, 1))
+    bench.run("b", prompt(2, 2), RetentionDirective(0, 4, pin=True), RetentionDirective(4, priority=90))
+    before = bench.snapshot()
+    assert not bench.manager.reset_prefix_cache()
+    assert bench.snapshot() == before
+    bench.manager.free(running)
+    assert bench.manager.reset_prefix_cache()
+    assert bench.pool.get_num_free_blocks() == 6
+    assert not bench.retention.is_active
+    bench.check()
+
+
+def test_eviction_of_kept_blocks_is_announced_like_any():
+    bench = Bench(3, events=True)
+    bench.run("a", prompt(1, 3), RetentionDirective(priority=90))
+    bench.manager.take_events()
+    bench.run("b", prompt(2, 2))
+    kinds = [type(event).__name__ for event in bench.manager.take_events()]
+    assert kinds == ["BlockRemoved", "BlockRemoved", "BlockStored"]
+
+
+def test_all_groups_keep_their_blocks_those_outside_the_window_too():
+    groups = [FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=4)]
+    bench = Bench(16, groups=groups, max_pinned_blocks=16)
+    request = bench.start("a", prompt(1, 4), RetentionDirective(0, 8, priority=90))
+    request.append_output_token_ids([2] * 8)
+    assert bench.manager.allocate_slots(request, 8) is not None
+    request.num_computed_tokens = request.num_tokens
+    bench.check()
+    num_dropped = bench.manager.get_table("a", 1).num_null_blocks
+    assert num_dropped == 3  # of which the second is cached and covered: what ends at token 8 can be hit
+    assert bench.retention.num_kept == 1
+    bench.manager.free(request)
+    assert bench.retention.num_kept == 2
+    bench.run("b", prompt(3, 6))
+    assert bench.count_hits([*prompt(1, 2), 0]) == 8
+    bench.check()
+
+
+def test_pins_count_in_all_groups_that_cache():
+    groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=4)]
+    bench = Bench(8, groups=groups, max_pinned_blocks=2)
+    with pytest.raises(PinLimitError, match="3 blocks would be pinned"):
+        bench.retention.set_directives("a", [RetentionDirective(0, 8, pin=True)])
+    bench.run("a", prompt(1, 2), RetentionDirective(0, 4, pin=True))
+    assert bench.retention.num_pinned == 1
+    bench.check()
+
+
+def test_a_retention_belongs_to_its_managers_pool():
+    retention = BlockRetention(BlockPool(4, True, 4), Clock())
+    with pytest.raises(InvalidArgumentError, match="another pool"):
+        KVCacheManager(BlockPool(4, True, 4), retention=retention)
+    with pytest.raises(InvalidArgumentError, match="max_pinned_blocks"):
+        BlockRetention(BlockPool(4, True, 4), Clock(), -1)
+
+
+def test_without_directives_the_retention_is_never_called():
+    bench = Bench(6)
+    request = bench.start("a", prompt(1, 2))
+    assert not bench.retention.is_active
+    bench.manager.free(request)
+    assert ids(bench.pool.free_block_queue.get_all_free_blocks()) == [3, 4, 5, 6, 2, 1]
+
+
+def test_many_deadlines_of_blocks_gone_do_not_pile_up():
+    bench = Bench(4)
+    for number in range(500):
+        bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
+    assert len(bench.retention._deadlines) < 80
+    assert len(bench.retention._covers) <= 4
