@@ -413,8 +413,7 @@ def print_row(row: Row, parts: list[str]) -> None:
         figures = f"{row.sum_medians(lane, parts):>10.1f}"
         if len(parts) > 1:
             figures += f"{row.median(lane, 'allocate'):>10.1f}{row.median(lane, 'table'):>8.1f}"
-            slots = row.median(lane, "slots")
-            figures += f"{slots:>8.1f}" if slots >= 1 else f"{'-':>8}"
+            figures += f"{row.median(lane, 'slots'):>8.1f}" if lane == OURS else f"{'-':>8}"
         else:
             figures += " " * 26
         ratio = ratio_to_vllm(row, lane, parts)
