@@ -489,9 +489,10 @@ class KVCacheManager:
             if len(self._copies):
                 self._copies.drop(blocks)
             if retention is not None:
-                retention.cover(request_id, group_id, table.num_null_blocks, blocks)
-            blocks.reverse()
-            self._free_blocks(blocks)
+                retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
+            else:
+                blocks.reverse()
+                self.block_pool.free_blocks(blocks)
         if retention is not None:
             retention.forget_request(request_id)
 
@@ -594,21 +595,18 @@ class KVCacheManager:
             end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(blocks))
             if end <= table.num_null_blocks:
                 continue
-            if self._retention is not None and self._retention.is_active:
-                first = table.num_null_blocks
-                self._retention.cover(request_id, group.group_id, first, blocks[first:end])
-            given_up: list[KVCacheBlock] = []
-            for position in range(end - 1, table.num_null_blocks - 1, -1):
-                block = blocks[position]
-                if not block.is_null:
-                    given_up.append(block)
-                    blocks[position] = null_block
+            first = table.num_null_blocks
+            given_up = blocks[first:end]
+            blocks[first:end] = [null_block] * (end - first)
             table.num_null_blocks = end
-            if given_up:
-                table.num_edits += 1
-                if len(self._copies):
-                    self._copies.drop(given_up)
-                self._free_blocks(given_up)
+            table.num_edits += 1
+            if len(self._copies):
+                self._copies.drop(given_up)
+            if self._retention is not None and self._retention.is_active:
+                self._retention.free_table(request_id, group.group_id, first, given_up)
+            else:
+                given_up.reverse()
+                self.block_pool.free_blocks(given_up)
 
     def _replace_shared(
         self, tables: list[BlockTable], num_computed: int, num_scheduled: int, num_tokens: int
