@@ -66,6 +66,22 @@ Watermark = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+KeepSessions = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="Keep a conversation's blocks so long for its next turn; for traces with session ids.",
+        min=0.0,
+    ),
+]
+KeepPrefix = Annotated[
+    int,
+    typer.Option(
+        metavar="TOKENS",
+        help="Evict the first so many tokens of prompts, the system prompt, last of all.",
+        min=0,
+    ),
+]
 HostBlocks = Annotated[
     int,
     typer.Option(

@@ -44,6 +44,8 @@ def replay(
     groups: options.Groups = "full",
     chunk_tokens: options.ChunkTokens = None,
     watermark: options.Watermark = 0.0,
+    keep_sessions: options.KeepSessions = 0.0,
+    keep_prefix: options.KeepPrefix = 0,
     host_blocks: options.HostBlocks = 0,
     preempt: options.Preempt = PREEMPTIONS[0],
     copy_rate: options.CopyRate = f"{EngineRates.copy_bytes_per_s / 1e9:.0f}GB",
@@ -94,6 +96,8 @@ def replay(
         host_blocks=host_blocks,
         block_bytes=block_bytes,
         preemption=preempt,
+        keep_session_s=keep_sessions,
+        keep_prefix_tokens=keep_prefix,
     )
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is about events; give --publish, too")

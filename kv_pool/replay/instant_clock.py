@@ -24,12 +24,13 @@ def run_instantly(
     """
     num_blocks_in_use = 0
     for request in requests:
+        tally.set_time(request.arrival_ms)
         if tally.count_request(request, request.num_tokens):
             prefix = tally.look_up(request)
             _compute(request, prefix, tally, steps)
             tally.count_hit(request, prefix)
             num_blocks_in_use += tally.num_blocks_in_use
-            tally.free(request)
+            tally.end(request)
         on_request(tally)
     return tally.finish(num_blocks_in_use / max(1, tally.report.requests))
 

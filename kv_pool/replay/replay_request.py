@@ -37,7 +37,6 @@ class ReplayRequest:
     lora_request: Any = None
     mm_features = None
     cache_salt = None
-    session_id = None
 
     __slots__ = (
         "_block_size",
@@ -53,6 +52,7 @@ class ReplayRequest:
         "num_prompt_tokens",
         "num_tokens",
         "request_id",
+        "session_id",
     )
 
     def __init__(
@@ -68,6 +68,7 @@ class ReplayRequest:
                 f"unknown convention {convention!r}; known are {', '.join(CONVENTIONS)}"
             )
         self.request_id = str(traced.line)
+        self.session_id = traced.session_id
         self.arrival_ms = traced.arrival_ms
         self.input_length = traced.input_length
         self.num_computed_tokens = 0

@@ -15,6 +15,7 @@ from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
+from kv_pool.replay.keeper import Keeper
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.report import ReplayReport, take_provenance
@@ -52,6 +53,9 @@ class ReplaySettings:
         watermark: share of the pool that a request which begins has to leave free while others run.
         host_blocks: capacity of a pool in host memory, for preempted requests of the trace clock.
         block_bytes: of a block in the layers of one group; 0 for unknown, which will not do for a host pool.
+        keep_session_s: seconds for which a conversation's blocks are kept for its next turn, of a trace with
+            session ids. Time is the clock's; the instant clock goes by the requests' arrival.
+        keep_prefix_tokens: so many tokens at the head of each prompt are the last to be evicted.
         preemption: one of `PREEMPTIONS`; without a host pool all are computed anew.
     """
 
@@ -73,6 +77,8 @@ class ReplaySettings:
     host_blocks: int = 0
     block_bytes: int = 0
     preemption: str = PREEMPTIONS[0]
+    keep_session_s: float = 0.0
+    keep_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,16 +116,22 @@ def run_replay(
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens)
+    pool = pool_class(settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None)
+    keeper = None
+    if settings.keep_session_s or settings.keep_prefix_tokens:
+        keeper = Keeper(pool, settings.keep_session_s, settings.keep_prefix_tokens)
     manager = KVCacheManager(
-        pool_class(settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None),
+        pool,
         groups=groups,
         # Output comes in steps of a block at most.
         max_in_flight_tokens=settings.chunk_tokens and max(settings.chunk_tokens, block_size),
         watermark=settings.watermark,
+        retention=None if keeper is None else keeper.retention,
     )
     tally = Tally(
         manager,
         ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
+        keeper,
     )
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
@@ -147,6 +159,8 @@ def run_replay(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
             f"smallest request needs {tally.smallest_refused}"
         )
+    if keeper is not None and settings.keep_session_s and not keeper.num_kept_sessions:
+        raise InvalidArgumentError(f"{trace.path} has no session_id, so there are no sessions to keep")
     report.broken_lines = trace.num_broken
     report.first_broken = trace.first_broken
     report.settings = {

@@ -8,6 +8,7 @@ import numpy as np
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.replay.keeper import Keeper
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
 
@@ -15,15 +16,19 @@ from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
 class Tally:
     """Drives the manager for a clock, timing each call, and counts what came of it.
 
+    Args:
+        keeper: the manager's, if it has a retention.
+
     Attributes:
         report: counts so far; rates and times are filled in by `finish`.
         smallest_refused: blocks that the smallest refused request needs.
     """
 
-    def __init__(self, manager: KVCacheManager, report: ReplayReport) -> None:
+    def __init__(self, manager: KVCacheManager, report: ReplayReport, keeper: Keeper | None = None) -> None:
         self.manager = manager
         self.report = report
         self.smallest_refused = 0
+        self._keeper = keeper
         self._groups = [
             make_group(spec, manager.block_pool, group_id, manager.alignment)
             for group_id, spec in enumerate(manager.groups)
@@ -97,6 +102,17 @@ class Tally:
         start = time.perf_counter_ns()
         self.manager.free(request)
         self._free_ns.append(time.perf_counter_ns() - start)
+
+    def end(self, request: ReplayRequest) -> None:
+        """The request has ended: give its blocks back, or keep some of them."""
+        if self._keeper is not None:
+            self._keeper.keep(request)
+        self.free(request)
+
+    def set_time(self, now_ms: float) -> None:
+        """It is so late; earlier times are passed over."""
+        if self._keeper is not None:
+            self._keeper.now_ms = max(self._keeper.now_ms, now_ms)
 
     def count_wait(self, wait_ms: float) -> None:
         """Count what a request that has ended waited for blocks, in all."""

@@ -8,6 +8,7 @@ A trace is JSON lines, as it is or compressed (`.gz`, `.xz`, `.zst`). Each line 
 | `input_length` | prompt tokens; not needed beside token ids |
 | `output_length` | generated tokens; default 0 |
 | `hash_ids` | ids of the prompt's blocks, head first; an id stands for its block and everything before it |
+| `session_id` | the conversation it belongs to, a number or text; default none |
 | `token_ids` or `prompt_token_ids` | the prompt itself, instead of `hash_ids` |
 
 Other fields are passed over. With `hash_ids` the last id may stand for a partial block (Mooncake) or the
@@ -47,6 +48,7 @@ class TraceRequest:
         input_length, output_length: tokens.
         hash_ids: block ids at the trace's block size, or None.
         token_ids: the prompt's tokens, or None. Exactly one of the two is given.
+        session_id: the conversation it belongs to, or None.
     """
 
     line: int
@@ -55,6 +57,7 @@ class TraceRequest:
     output_length: int
     hash_ids: list[int] | None
     token_ids: list[int] | None
+    session_id: str | None = None
 
 
 class _Record(msgspec.Struct):
@@ -64,6 +67,7 @@ class _Record(msgspec.Struct):
     hash_ids: list[int] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    session_id: int | str | None = None
 
 
 class Trace:
@@ -197,6 +201,7 @@ class Trace:
             record.output_length,
             hash_ids,
             token_ids,
+            None if record.session_id is None else str(record.session_id),
         )
 
     def _broken(self, line: int, why: str) -> TraceError:

@@ -118,6 +118,7 @@ class TraceClock:
         self._block_ms += self.tally.num_blocks_in_use * (to_ms - self._now_ms)
         self._running_ms += len(self._running) * (to_ms - self._now_ms)
         self._now_ms = to_ms
+        self.tally.set_time(to_ms)
 
     def _receive(self, request: ReplayRequest) -> None:
         if self.tally.count_request(request, request.num_tokens + request.num_output_left):
@@ -203,7 +204,7 @@ class TraceClock:
         return min(request.num_output_left, block_size - request.num_tokens % block_size)
 
     def _end(self, request: ReplayRequest) -> None:
-        self.tally.free(request)
+        self.tally.end(request)
         self.tally.count_wait(self._waited_ms.pop(request.request_id))
         del self._running[request.request_id]
         del self._admissions[request.request_id]

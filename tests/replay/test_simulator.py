@@ -36,6 +36,8 @@ def trace(tmp_path):
         ({"chunk_tokens": 0}, "a step of 0 prompt tokens is too short; it has 1 or more"),
         ({"chunk_tokens": 7, "groups": "full,mamba"}, "a step of 7 prompt tokens is too short; it has 8"),
         ({"watermark": 1.0}, "watermark is 1.0; it is a share of the pool, 0 to below 1"),
+        ({"keep_session_s": -1.0}, "session_s is -1.0"),
+        ({"keep_session_s": 60.0}, "has no session_id, so there are no sessions to keep"),
         ({"preemption": "never"}, "unknown preemption 'never'; known are cost, swap, recompute"),
         ({"host_blocks": -1}, "host_blocks is -1"),
         ({"host_blocks": 9, "block_bytes": 1}, "only with the trace clock there are some"),
@@ -176,6 +178,8 @@ def test_the_report_names_its_settings(trace):
         "block_bytes": 0,
         "preemption": "cost",
         "copy_bytes_per_s": 25e9,
+        "keep_session_s": 0.0,
+        "keep_prefix_tokens": 0,
     }
 
 
