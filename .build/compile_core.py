@@ -34,6 +34,7 @@ MANAGER = (
     "request_checks",
     "retention",
     "slot_needs",
+    "table_rows",
 )
 
 

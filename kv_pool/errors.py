@@ -18,6 +18,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
+| `PlanClosedError` | `RuntimeError` | a swap plan that was committed or aborted before |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
@@ -88,6 +89,10 @@ class CopyFailedError(KVPoolError, RuntimeError):
     `__cause__` is what went wrong. Nobody relies on the targets' bytes before the copy has succeeded, so
     nothing is lost: keep the old block ids, and give the targets back or repeat the whole plan.
     """
+
+
+class PlanClosedError(KVPoolError, RuntimeError):
+    """A swap plan was committed or aborted before; each is closed once. Nothing has changed."""
 
 
 class TraceError(KVPoolError, ValueError):

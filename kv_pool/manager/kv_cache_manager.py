@@ -212,33 +212,36 @@ class KVCacheManager:
         )
         num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
         num_before = num_computed + num_prefix + num_external_computed_tokens
+        num_scheduled = self._needs.limit(num_before + num_new)
+        num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
-        num_usable = self.block_pool.num_gpu_blocks - 1
-        num_left = self._count_to_leave(tables)
-        num_available = self.get_num_free_blocks() - num_left
+        num_available = self.get_num_free_blocks() - self._count_to_leave(tables)
+        fits = True
         if full_sequence_must_fit:
-            num_most = self._needs.count_most_blocks(request.num_tokens, num_encoder_tokens)
-            if num_most > num_usable:
-                return AllocStatus.NEVER
             need = self._needs.count_full_sequence(
                 request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
             )
-            if need > num_available:
-                return AllocStatus.LATER
-        need_now = self._needs.count(
+            fits = need <= num_available
+        if fits:
+            need = self._needs.count(
+                tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
+            )
+            if tables is not None:
+                num_available += self._needs.count_to_forget(tables, num_before)
+            if need <= num_available - reserved_blocks and not self._caching.is_unwritten(prefix_blocks):
+                return AllocStatus.OK
+        fits_alone = self._needs.fits_alone(
+            self.block_pool.num_gpu_blocks - 1,
             tables,
             prefix_blocks,
-            num_computed,
             num_before,
-            self._needs.limit(num_before + num_new + num_lookahead_tokens),
+            num_scheduled,
+            num_tokens,
             num_encoder_tokens,
+            request.num_tokens if full_sequence_must_fit else 0,
+            reserved_blocks,
         )
-        if need_now.num_held > num_usable:
-            return AllocStatus.NEVER
-        num_given_up = 0 if tables is None else self._needs.count_to_forget(tables, num_before)
-        if need_now.num_free > num_available + num_given_up - reserved_blocks:
-            return AllocStatus.LATER
-        return AllocStatus.OK
+        return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -274,9 +277,11 @@ class KVCacheManager:
                 this is only the first part of them.
             reserved_blocks: leave so many blocks free.
         Returns:
-            For each group the blocks added besides the prefix; or None when they do not fit, with nothing
-            changed but that blocks which left the window have been given up. Free prefix blocks count as
-            needed: they leave the free queue too.
+            For each group the blocks added behind the prefix and the external tokens; or None when they do
+            not fit, with nothing changed but that blocks which left the window have been given up. Free
+            prefix blocks count as needed: they leave the free queue too. None also for a prefix that goes on
+            from a `MambaSpec` state which a request scheduled since `take_block_copies` is about to write: a
+            step reads states before it writes any, so such a request starts in the next one.
         Raises:
             InvalidArgumentError: a negative count, more computed tokens than there are slots, a prefix for
                 another request or for one with blocks.
@@ -294,11 +299,12 @@ class KVCacheManager:
         )
         num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
         num_before = num_computed + num_prefix + num_external_computed_tokens
+        num_scheduled = self._needs.limit(num_before + num_new)
         num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_to_cache = 0
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = min(self._needs.limit(num_before + num_new), request.num_tokens)
+            num_to_cache = min(num_scheduled, request.num_tokens)
             self._caching.check(request, tables, num_prefix, num_to_cache)
 
         num_available = self.get_num_free_blocks()
@@ -312,10 +318,10 @@ class KVCacheManager:
         if self._forgets and tables is not None:
             self._forget_blocks(request_id, tables, num_before)
             num_available = self.get_num_free_blocks()
-        need_now = self._needs.count(
-            tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
+        need = self._needs.count(
+            tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
         )
-        if need_now.num_free > num_available - num_left - reserved_blocks:
+        if need > num_available - num_left - reserved_blocks or self._caching.is_unwritten(prefix_blocks):
             return None
 
         if tables is None:
@@ -326,15 +332,15 @@ class KVCacheManager:
             if self._retention is not None and self._retention.is_active:
                 self._retention.note_admitted(request)
             if num_external_computed_tokens:
-                self._extend(tables, num_before, 0)
+                self._extend(tables, num_before, num_before, 0)
         elif self._has_forks:
-            self._replace_shared(tables, num_computed, num_tokens)
-        if need_now.num_free or num_external_computed_tokens:
-            added = self._extend(tables, num_tokens, num_encoder_tokens)
+            self._replace_shared(tables, num_computed, num_scheduled, num_tokens)
+        if need or num_external_computed_tokens:
+            added = self._extend(tables, num_scheduled, num_tokens, num_encoder_tokens)
         else:
             added = self._no_blocks
         if num_to_cache:
-            self._caching.cache(request, tables, num_to_cache)
+            self._caching.cache(request, tables, num_to_cache, num_scheduled, is_written=False)
         return added
 
     def take_block_copies(self) -> list[BlockMove]:
@@ -343,6 +349,7 @@ class KVCacheManager:
         A request that writes to a block which a fork shares gets another one in its place, and this is where
         the content comes from. The sources may be reused by whatever is allocated after this call.
         """
+        self._caching.begin_step()
         return self._copies.take()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
@@ -413,7 +420,7 @@ class KVCacheManager:
                 )
         if self.block_pool.enable_caching:
             self._caching.check(request, tables, 0, num_computed_tokens)
-            self._caching.cache(request, tables, num_computed_tokens)
+            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
@@ -554,13 +561,13 @@ class KVCacheManager:
             table.num_cached_blocks = len(table.blocks)
 
     def _extend(
-        self, tables: list[BlockTable], num_tokens: int, num_encoder_tokens: int
+        self, tables: list[BlockTable], num_scheduled: int, num_tokens: int, num_encoder_tokens: int
     ) -> tuple[Sequence[KVCacheBlock], ...]:
         """Append new blocks until each table has slots for `num_tokens` tokens; what was appended."""
         added: list[Sequence[KVCacheBlock]] = []
         for group in self._groups:
             table = tables[group.group_id]
-            num_blocks = group.count_table_blocks(num_tokens if group.is_cacheable else num_encoder_tokens)
+            num_blocks = self._needs.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             num_new = group.count_new_blocks(len(table.blocks), num_blocks)
             if not num_new:
                 added.append(self._no_blocks[0])
@@ -571,8 +578,10 @@ class KVCacheManager:
                 blocks = self._run_pool.get_new_blocks_after(table.blocks[-1], num_new)
             else:
                 blocks = self._take(num_new)
+            num_before = len(table.blocks)
             group.extend_table(table, num_blocks, blocks)
-            added.append(blocks)
+            num_entries = len(table.blocks) - num_before  # with null blocks, where a state skips some
+            added.append(blocks if num_entries == num_new else table.blocks[num_before:])
         return tuple(added)
 
     def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
@@ -599,13 +608,15 @@ class KVCacheManager:
                 given_up.reverse()
                 self.block_pool.free_blocks(given_up)
 
-    def _replace_shared(self, tables: list[BlockTable], num_computed: int, num_tokens: int) -> None:
+    def _replace_shared(
+        self, tables: list[BlockTable], num_computed: int, num_scheduled: int, num_tokens: int
+    ) -> None:
         """Put blocks of its own where a request would write to one that others hold; note what to copy."""
         for group in self._groups:
             table = tables[group.group_id]
             if not table.is_forked:
                 continue
-            num_blocks = group.count_table_blocks(num_tokens)
+            num_blocks = self._needs.count_blocks(group, num_scheduled, num_tokens, 0)
             for position in self._needs.list_shared(table, group, num_computed, num_blocks):
                 shared = table.blocks[position]
                 (own,) = self._take(1)

@@ -1,7 +1,10 @@
 """`PrefixCaching`: makes the full blocks of requests findable, as far as they can serve a hit."""
 
+from collections.abc import Sequence
+
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import check_block_hashes
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
@@ -23,9 +26,34 @@ class PrefixCaching:
         self._pool: BlockPoolCore = pool
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
+        # Findable states that are there only after the step for which slots are being allocated.
+        self._unwritten: set[KVCacheBlock] = set()
 
-    def cache(self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens findable that are not yet."""
+    def begin_step(self) -> None:
+        """All that was allocated is written by the time anybody reads what is allocated from now on."""
+        if self._unwritten:
+            self._unwritten = set()
+
+    def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Whether a request with this prefix has to wait for the next step."""
+        return bool(self._unwritten) and any(
+            bool(blocks) and blocks[-1] in self._unwritten for blocks in prefix_blocks
+        )
+
+    def cache(
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        num_tokens: int,
+        num_written: int,
+        is_written: bool,
+    ) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable that are not yet.
+
+        Args:
+            num_written: tokens after the step; more than `num_tokens` where some are only guessed.
+            is_written: their content is there, not only after the step to come.
+        """
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -36,11 +64,13 @@ class PrefixCaching:
                 continue
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
-                mask = group.make_mask(first, end, num_tokens)
-                if mask is None or True in mask or not group.forgets:
+                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_written))
+                if mask is None or True in mask:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask
                     )
+                if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
+                    self._unwritten.add(table.blocks[end - 1])
                 table.num_cached_blocks = end
 
     def check(
@@ -91,3 +121,16 @@ class PrefixCaching:
             num_tokens -= num_tokens % self._alignment
         num_known -= self._pool.num_hash_lookahead_tokens
         return max(0, min(num_tokens, num_known)) // group.block_size
+
+
+def _pass_over_cached(
+    table: BlockTable, first: int, end: int, group: BlockGroup, mask: list[bool] | None
+) -> list[bool] | None:
+    """The mask without blocks that are cached already: by a fork that shares them and went on first."""
+    for position in range(first, end):
+        block = table.blocks[position]
+        if block._block_hash is not None and block._num_hash_tokens >= (position + 1) * group.block_size:
+            if mask is None:
+                mask = [True] * (end - first)
+            mask[position - first] = False
+    return mask

@@ -1,7 +1,6 @@
 """`SlotNeeds`: how many blocks slots for a request take, now and at most."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -9,13 +8,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.retention import BlockRetention
-
-
-class SlotNeed(NamedTuple):
-    """What a call to `allocate_slots` takes: free blocks, and what the request then holds in all."""
-
-    num_free: int
-    num_held: int
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -49,37 +41,35 @@ class SlotNeeds:
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_computed: int,
         num_before: int,
+        num_scheduled: int,
         num_tokens: int,
         num_encoder_tokens: int,
-    ) -> SlotNeed:
-        """Free blocks that slots for `num_tokens` tokens take, hits among them, and all that is then held."""
+    ) -> int:
+        """Free blocks, hits among them, that slots for `num_tokens` tokens take, guessed ones included."""
         num_free = 0
-        num_held = 0
         for group in self._groups:
             group_id = group.group_id
-            if group.is_cacheable:
-                num_blocks = group.count_table_blocks(num_tokens)
-            else:
-                num_blocks = group.count_table_blocks(num_encoder_tokens)
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             if tables is not None:
                 table = tables[group_id]
                 num_entries = len(table.blocks)
-                num_new = group.count_new_blocks(num_entries, num_blocks)
+                num_free += group.count_new_blocks(num_entries, num_blocks)
                 if table.is_forked:
-                    num_new += len(self.list_shared(table, group, num_computed, num_blocks))
-                num_held += num_new + num_entries - table.num_null_blocks
-                num_free += num_new
+                    num_free += len(self.list_shared(table, group, num_computed, num_blocks))
                 continue
             hits = prefix_blocks[group_id]
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_entries = max(num_skipped, len(hits))
-            # First up to what is computed already, elsewhere too, then the rest: a state needs one for each.
-            num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
-            num_new = group.count_new_blocks(num_entries, num_first)
-            num_new += group.count_new_blocks(num_first, num_blocks)
-            num_held += num_new + num_entries - num_skipped
-            num_free += num_new + self._count_free(hits, num_skipped)
-        return SlotNeed(num_free, num_held)
+            num_free += self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            num_free += self._count_free(hits, num_skipped)
+        return num_free
+
+    def count_blocks(
+        self, group: BlockGroup, num_scheduled: int, num_tokens: int, num_encoder_tokens: int
+    ) -> int:
+        """Entries of a table with slots for so many tokens; `num_scheduled` of them are not only guessed."""
+        if not group.is_cacheable:
+            return group.count_table_blocks(num_encoder_tokens)
+        return group.count_table_blocks(num_tokens if group.has_lookahead else num_scheduled)
 
     def count_full_sequence(
         self,
@@ -103,10 +93,53 @@ class SlotNeeds:
             num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
         return num_free
 
-    def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Blocks that the request holds at most at a time, until all its tokens have slots."""
-        num_tokens = self.limit(num_tokens)
-        return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
+    def fits_alone(
+        self,
+        num_usable: int,
+        tables: list[BlockTable] | None,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_before: int,
+        num_scheduled: int,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        num_sequence_tokens: int,
+        reserved_blocks: int,
+    ) -> bool:
+        """Whether there would be room in a pool of `num_usable` blocks if nobody else held any.
+
+        Nothing is shared then, and all hits are free blocks.
+        Args:
+            num_scheduled: tokens that are computed when the step has run.
+            num_tokens: that need slots now, guessed ones included.
+            num_sequence_tokens: that need slots in the end, where the whole sequence must fit; else 0.
+        Cost: O(blocks of the request).
+        """
+        num_now = 0
+        num_in_the_end = 0
+        num_held = 0
+        num_forgotten = 0
+        for group in self._groups:
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
+            num_most = 0
+            if num_sequence_tokens:
+                num_most = self._count_most(group, self.limit(num_sequence_tokens), num_encoder_tokens)
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            if tables is not None:
+                blocks = tables[group.group_id].blocks
+                num_now += group.count_new_blocks(len(blocks), num_blocks)
+                num_in_the_end += max(0, num_most - len(blocks))
+                num_kept = _count_kept(blocks, num_skipped)
+                num_all = _count_kept(blocks, 0)
+                num_held += num_all
+                num_forgotten += num_all - num_kept
+                continue
+            hits = prefix_blocks[group.group_id]
+            num_hits = _count_kept(hits, num_skipped)
+            num_now += num_hits + self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            num_in_the_end += num_hits + max(0, num_most - max(num_skipped, len(hits)))
+        if num_sequence_tokens and num_in_the_end > num_usable - num_held:
+            return False
+        return num_now <= num_usable - num_held + num_forgotten - reserved_blocks
 
     def count_to_forget(self, tables: list[BlockTable], num_computed: int) -> int:
         """How many blocks giving up what no later token attends to would make free."""
@@ -129,6 +162,15 @@ class SlotNeeds:
         first = group.find_first_written(num_computed, num_blocks)
         return [position for position in range(first, len(blocks)) if blocks[position].ref_cnt > 1]
 
+    def _count_to_start(
+        self, group: BlockGroup, num_hits: int, num_skipped: int, num_before: int, num_blocks: int
+    ) -> int:
+        """New blocks of a request without blocks: up to what is computed already, elsewhere too, then the
+        rest, since a state needs one for each."""
+        num_entries = max(num_skipped, num_hits)
+        num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
+        return group.count_new_blocks(num_entries, num_first) + group.count_new_blocks(num_first, num_blocks)
+
     def _count_most(self, group: BlockGroup, num_tokens: int, num_encoder_tokens: int) -> int:
         if not group.is_cacheable:
             return group.count_table_blocks(num_encoder_tokens)
@@ -146,3 +188,12 @@ class SlotNeeds:
             elif retention is not None and retention.holds(block):
                 num_free += 1
         return num_free
+
+
+def _count_kept(blocks: Sequence[KVCacheBlock], first: int) -> int:
+    """How many from `first` on are blocks, and not the null block."""
+    num_kept = 0
+    for position in range(first, len(blocks)):
+        if not blocks[position].is_null:
+            num_kept += 1
+    return num_kept

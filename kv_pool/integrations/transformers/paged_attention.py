@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.integrations.transformers.positions import BlockIds, list_slots
+from kv_pool.manager.positions import BlockIds, list_slots
 from kv_pool.storage.kv_storage import KVStorage
 
 

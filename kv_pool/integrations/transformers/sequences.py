@@ -14,8 +14,8 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove
-from kv_pool.integrations.transformers.positions import list_slots
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.positions import list_slots
 from kv_pool.manager.request import Request
 from kv_pool.storage.kv_storage import KVStorage
 

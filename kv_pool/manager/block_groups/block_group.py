@@ -30,6 +30,10 @@ class BlockGroup:
         self.forgets: bool = False
         # Whether what is kept is found from the head of a sequence on, without holes.
         self.is_downward_closed: bool = True
+        # Whether guessed tokens get slots, too.
+        self.has_lookahead: bool = True
+        # Whether a step reads what is there before it writes: nobody can hit what this very step writes.
+        self.reads_before_writes: bool = False
 
     def list_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """The hashes at this group's block size, of those at the pool's `hash_block_size`."""
@@ -81,7 +85,8 @@ class BlockGroup:
         return self.count_table_blocks(num_tokens)
 
     def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Which of the blocks `[first, end)` are worth caching when `num_tokens` are computed; None: all."""
+        """Which of the blocks `[first, end)` are worth caching after a step that ends at `num_tokens` tokens;
+        None: all."""
         return None
 
     def extend_table(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> None:

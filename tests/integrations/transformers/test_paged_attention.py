@@ -17,7 +17,7 @@ def make_blocks(context_lens, num_kv_heads, dtype, device, layout, seed):
     """A storage full of noise, tables of random blocks, and dense K and V of each sequence."""
     import torch
 
-    from kv_pool.integrations.transformers.positions import list_slots
+    from kv_pool.manager.positions import list_slots
 
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

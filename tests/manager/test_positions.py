@@ -6,12 +6,8 @@ import random
 import pytest
 
 from kv_pool import InvalidArgumentError, InvalidBlockError
-
-pytestmark = pytest.mark.transformers
-
-# Its package imports torch.
-positions = pytest.importorskip("kv_pool.integrations.transformers.positions", exc_type=ImportError)
-find_place, find_position, list_slots = positions.find_place, positions.find_position, positions.list_slots
+from kv_pool.manager import positions
+from kv_pool.manager.positions import find_place, find_position, list_slots
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -1,0 +1,211 @@
+"""What do a batch's block tables and slots cost per decode step? See benchmarks/README.md."""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from bench_block_pool import find_cpu_model
+
+import kv_pool
+from kv_pool import BlockPool
+from kv_pool.manager import table_rows
+from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.slot_mapping import SlotMapping
+
+BLOCK_SIZE = 16
+NUM_WARM_UP = 20
+Times = dict[str, list[int]]
+
+
+class Sequences:
+    """Requests that decode a token each per step, their tables, and the same as lists of ids.
+
+    What a manager would do; none of it is timed, so the ways that rebuild do not pay for their lists.
+    """
+
+    def __init__(self, num_requests: int, num_tokens: int, num_steps: int, window: int, seed: int) -> None:
+        rng = random.Random(seed)
+        most = num_tokens * 3 // 2 + num_steps
+        self.num_columns = -(-most // BLOCK_SIZE)
+        self.pool = BlockPool(num_requests * self.num_columns + 1, False, BLOCK_SIZE)
+        self.window = window
+        # Half to one and a half of the length, so that some cross into a new block at each step.
+        self.positions = np.array(
+            [rng.randint(num_tokens // 2, num_tokens * 3 // 2 - 1) for _ in range(num_requests)]
+        )
+        self.tables = [BlockTable() for _ in range(num_requests)]
+        self.id_lists: list[list[int]] = [[] for _ in range(num_requests)]
+        self._allocate()
+
+    def step(self) -> None:
+        self.positions += 1
+        self._allocate()
+
+    def _allocate(self) -> None:
+        for table, ids, position in zip(self.tables, self.id_lists, self.positions.tolist(), strict=True):
+            missing = position // BLOCK_SIZE + 1 - len(table.blocks)
+            if missing > 0:
+                blocks = self.pool.get_new_blocks(missing)
+                table.blocks.extend(blocks)
+                ids.extend(block.block_id for block in blocks)
+            num_null = max(0, position - self.window + 1) // BLOCK_SIZE if self.window else 0
+            for at in range(table.num_null_blocks, num_null):
+                self.pool.free_blocks([table.blocks[at]])
+                table.blocks[at] = self.pool.null_block
+                ids[at] = 0
+                table.num_edits += 1
+            table.num_null_blocks = num_null
+
+
+def rebuild_from_lists(id_lists: list[list[int]]) -> npt.NDArray[np.int32]:
+    """The padded array anew from lists of ids, as long as the longest of them."""
+    longest = max(map(len, id_lists))
+    return np.array([ids + [0] * (longest - len(ids)) for ids in id_lists], np.int32)
+
+
+def rebuild_by_rows(id_lists: list[list[int]]) -> npt.NDArray[np.int32]:
+    """The same, a row at a time into an array of zeros."""
+    array = np.zeros((len(id_lists), max(map(len, id_lists))), np.int32)
+    for row, ids in zip(array, id_lists, strict=True):
+        row[: len(ids)] = ids
+    return array
+
+
+def list_slots_one_by_one(id_lists: list[list[int]], positions: list[int]) -> npt.NDArray[np.int64]:
+    return np.array(
+        [
+            ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for ids, position in zip(id_lists, positions, strict=True)
+        ],
+        np.int64,
+    )
+
+
+def make_batch(sequences: Sequences) -> BatchBlockTable:
+    batch = BatchBlockTable(len(sequences.tables), sequences.num_columns, BLOCK_SIZE)
+    for number, table in enumerate(sequences.tables):
+        batch.add_request(str(number), table)
+    batch.update()
+    return batch
+
+
+def add(times: list[int], more_times: list[int]) -> list[int]:
+    return [first + second for first, second in zip(times, more_times, strict=True)]
+
+
+def timed(times: Times, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """The processor's time, not the clock's: neighbours on a shared machine are none of the cost."""
+    started = time.thread_time_ns()
+    answer = call(*arguments)
+    times.setdefault(name, []).append(time.thread_time_ns() - started)
+    return answer
+
+
+def decode(num_requests: int, window: int, options: argparse.Namespace) -> Times:
+    """Each way once per step, on the same tables; what they answer must be equal."""
+    num_steps = NUM_WARM_UP + options.runs
+    sequences = Sequences(num_requests, options.tokens, num_steps, window, options.seed)
+    batch = make_batch(sequences)
+    mapping = SlotMapping(batch, num_requests)
+    times: Times = {}
+    for step in range(num_steps):
+        if step == NUM_WARM_UP:
+            times = {}
+        sequences.step()
+        id_lists = sequences.id_lists
+        positions = sequences.positions.tolist()
+        timed(times, "update", batch.update)
+        slots = timed(times, "fill_decode", mapping.fill_decode, sequences.positions)
+        rebuilt = timed(times, "rebuild from lists", rebuild_from_lists, id_lists)
+        timed(times, "rebuild by rows", rebuild_by_rows, id_lists)
+        listed = timed(times, "slots one by one", list_slots_one_by_one, id_lists, positions)
+        if not np.array_equal(batch.get_rows()[:, : rebuilt.shape[1]], rebuilt) or (slots != listed).any():
+            raise AssertionError("the ways do not agree")
+    times["this, both"] = add(times["update"], times["fill_decode"])
+    times["rebuilt, both"] = add(times["rebuild by rows"], times["slots one by one"])
+    return times
+
+
+def prefill(num_tokens: int, num_decoding: int, options: argparse.Namespace) -> tuple[int, Times]:
+    """A chunk of one request beside others that decode a token; how many blocks all have."""
+    sequences = Sequences(num_decoding + 1, num_tokens * 2, 1, 0, options.seed)
+    batch = make_batch(sequences)
+    mapping = SlotMapping(batch, num_tokens + num_decoding)
+    query_start_loc = np.array([*range(num_decoding + 1), num_decoding + num_tokens], np.int32)
+    first_positions = np.array([*sequences.positions[:-1], 0], np.int32)
+    remap = np.arange(sequences.pool.num_gpu_blocks, dtype=np.int32)
+    times: Times = {}
+    for run in range(NUM_WARM_UP + options.runs):
+        if run == NUM_WARM_UP:
+            times = {}
+        timed(times, "fill_chunks", mapping.fill_chunks, query_start_loc, first_positions)
+        timed(times, "remap", batch.remap, remap)
+        timed(times, "rewrite", batch.rewrite)
+    return sum(len(table.blocks) for table in sequences.tables), times
+
+
+def print_rows(title: str, times: Times) -> dict[str, Any]:
+    rows = {}
+    for name, values in times.items():
+        micros = sorted(value / 1000 for value in values)
+        rows[name] = {
+            "median": statistics.median(micros),
+            "p10": micros[len(micros) // 10],
+            "p90": micros[len(micros) * 9 // 10],
+            "runs": len(micros),
+        }
+        figures = " ".join(f"{rows[name][column]:10.1f}" for column in ("median", "p10", "p90"))
+        print(f"{title:<55} {name:<18} {figures} {len(micros):6}")
+    return {"title": title, "microseconds": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--tokens", type=int, default=2000, help="mean length of a sequence")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=200, help="steps that count")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    is_compiled = not str(table_rows.__file__).endswith(".py")
+    provenance = {
+        "command": " ".join(["python", "benchmarks/bench_batch_block_table.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": find_cpu_model(),
+        "python": python_version(),
+        "numpy": np.__version__,
+        "kv_pool": f"{kv_pool.__version__}, table_rows {'compiled' if is_compiled else 'plain'}",
+        "seed": options.seed,
+        "load_average_at_start": os.getloadavg()[0],
+    }
+    print("  ".join(f"{name}: {value}" for name, value in provenance.items()))
+    print(f"\n{'microseconds a step':<74} {'median':>10} {'p10':>10} {'p90':>10} {'runs':>6}")
+    gc.disable()
+    rows = []
+    for window, words in ((0, "full attention"), (options.window, f"window of {options.window}")):
+        for num_requests in options.requests:
+            title = f"{num_requests} requests of {options.tokens} tokens, {words}"
+            rows.append(print_rows(title, decode(num_requests, window, options)))
+            gc.collect()
+    num_blocks, times = prefill(8192, 255, options)
+    rows.append(print_rows(f"8,192 tokens beside 255 that decode, {num_blocks:,} blocks", times))
+    if options.json:
+        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,517 @@
+"""What does a manager cost per request and per decode step? See benchmarks/README.md for the columns."""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_block_pool import describe_run
+
+import kv_pool
+from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.slot_mapping import SlotMapping
+
+OURS, VLLM = "kv_pool", "vLLM"
+ALGORITHM = "sha256_cbor"
+BLOCK_SIZE = 16
+WINDOW_TOKENS = 128
+PROMPT_LENGTHS = (128, 512, 2048, 8192)
+NUM_SEQUENCES = (16, 64, 256, 1024)
+CHUNK_TOKENS = 2048
+# Of a running sequence, and up to 15 more: at each step another sixteenth of them needs a block.
+DECODE_PROMPT_TOKENS = 512
+TOKENS_PER_SAMPLE = 2_048
+# Of the pool that requests go through, one after the other: the longest takes an eighth.
+POOL_BLOCKS = 4_096
+GROUPS = {"full": ["full"], "full + window": ["full", "window"]}
+"""A model whose layers all attend to everything, and one where some have a window."""
+
+# CPU time of this thread: what other processes take meanwhile does not count.
+now = time.thread_time_ns
+
+
+@dataclass
+class Shape:
+    """What a manager is made for."""
+
+    groups: list[str]
+    num_blocks: int
+    max_num_sequences: int
+    max_num_tokens: int
+
+
+class Lane(ABC):
+    """One manager and its engine's block tables, with what makes requests for it."""
+
+    name: str
+    manager: Any
+
+    @abstractmethod
+    def make_request(self, request_id: str, token_ids: list[int]) -> Any:
+        """A request with its hashes."""
+
+    @abstractmethod
+    def run_request(self, request: Any) -> int:
+        """Look up, give slots chunk by chunk, free. Returns the tokens hit."""
+
+    @abstractmethod
+    def begin(self, requests: list[Any]) -> None:
+        """Give all of them slots for their prompts, and rows in the batch."""
+
+    @abstractmethod
+    def allocate(self, requests: list[Any]) -> None:
+        """A slot for the next token of each."""
+
+    @abstractmethod
+    def update_table(self) -> None:
+        """Bring the batch's block table up to date."""
+
+    def compute_slots(self) -> None:
+        """The slot of each sequence's next token, where that is the host's work."""
+        return None
+
+    @abstractmethod
+    def read_table(self, num_rows: int) -> list[list[int]]:
+        """The first group's rows."""
+
+    def end_step(self, requests: list[Any], token_id: int) -> None:
+        """Between two steps, not timed: each sequence has one token more."""
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.append_output_token_ids([token_id])
+
+
+class OwnLane(Lane):
+    """kv_pool's `KVCacheManager`, `Request` and `BatchBlockTable`."""
+
+    name = OURS
+
+    def __init__(self, shape: Shape) -> None:
+        pool = kv_pool.BlockPool(shape.num_blocks, True, BLOCK_SIZE)
+        specs = {
+            "full": FullAttentionSpec(block_size=BLOCK_SIZE),
+            "window": SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=WINDOW_TOKENS),
+        }
+        self.manager = kv_pool.KVCacheManager(pool, groups=[specs[kind] for kind in shape.groups])
+        self.hasher = kv_pool.BlockHasher(ALGORITHM, block_size=BLOCK_SIZE)
+        self.tables = [
+            BatchBlockTable(shape.max_num_sequences, -(-shape.max_num_tokens // BLOCK_SIZE), BLOCK_SIZE)
+            for _ in shape.groups
+        ]
+        self.slot_mappings = [SlotMapping(table, shape.max_num_sequences) for table in self.tables]
+        self.positions = np.zeros(0, np.int64)
+
+    def make_request(self, request_id: str, token_ids: list[int]) -> Any:
+        return kv_pool.Request(request_id, token_ids, self.hasher)
+
+    def run_request(self, request: Any) -> int:
+        manager = self.manager
+        prefix = manager.get_computed_blocks(request)
+        num_hits: int = prefix.num_tokens
+        num_computed = num_hits
+        num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
+        blocks = manager.allocate_slots(request, num_new, prefix)
+        num_computed += num_new
+        while num_computed < request.num_tokens and blocks is not None:
+            request.num_computed_tokens = num_computed
+            num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
+            blocks = manager.allocate_slots(request, num_new)
+            num_computed += num_new
+        manager.free(request)
+        if blocks is None:
+            raise RuntimeError("a request does not fit into the pool")
+        return num_hits
+
+    def begin(self, requests: list[Any]) -> None:
+        for request in requests:
+            if self.manager.allocate_slots(request, request.num_tokens) is None:
+                raise RuntimeError("the sequences do not fit into the pool")
+            for group_id, table in enumerate(self.tables):
+                table.add_request(request.request_id, self.manager.get_table(request.request_id, group_id))
+        self.update_table()
+        self.positions = np.array([request.num_tokens for request in requests], np.int64)
+
+    def allocate(self, requests: list[Any]) -> None:
+        allocate_slots = self.manager.allocate_slots
+        for request in requests:
+            if allocate_slots(request, 1) is None:
+                raise RuntimeError("the sequences do not fit into the pool")
+
+    def update_table(self) -> None:
+        for table in self.tables:
+            table.update()
+
+    def compute_slots(self) -> None:
+        for slot_mapping in self.slot_mappings:
+            slot_mapping.fill_decode(self.positions)
+
+    def end_step(self, requests: list[Any], token_id: int) -> None:
+        super().end_step(requests, token_id)
+        self.positions += 1
+
+    def read_table(self, num_rows: int) -> list[list[int]]:
+        rows: list[list[int]] = self.tables[0].block_ids[:num_rows].tolist()
+        return rows
+
+
+class VllmLane(Lane):
+    """vLLM's `KVCacheManager`, and its model runner's `MultiGroupBlockTable` as on a CPU."""
+
+    name = VLLM
+
+    def __init__(self, shape: Shape) -> None:
+        import torch
+        from vllm.utils import hashing
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
+        from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+        sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        specs = {
+            "full": FullAttentionSpec(**sizes),
+            "window": SlidingWindowSpec(**sizes, sliding_window=WINDOW_TOKENS),
+        }
+        groups = [KVCacheGroupSpec([f"layers {kind}"], specs[kind]) for kind in shape.groups]
+        config = KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=1_000_000,
+            scheduler_block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+        )
+        hash_function = hashing.get_hash_fn_by_name(ALGORITHM)
+        kv_cache_utils.init_none_hash(hash_function)
+        self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_function)
+        self.table = MultiGroupBlockTable(
+            max_num_reqs=shape.max_num_sequences,
+            max_num_batched_tokens=shape.max_num_sequences,
+            pin_memory=False,
+            device=torch.device("cpu"),
+            block_sizes=[BLOCK_SIZE] * len(groups),
+            max_num_blocks=[-(-shape.max_num_tokens // BLOCK_SIZE)] * len(groups),
+        )
+        for group_table in self.table.block_tables:
+            # As its model runner for CPUs: what would be copied to the device is there already.
+            group_table.block_table.gpu = group_table.block_table.cpu
+        self.new_block_ids: list[Any] = []
+
+    def make_request(self, request_id: str, token_ids: list[int]) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request, RequestStatus
+
+        params = SamplingParams(max_tokens=100_000)
+        params.update_from_generation_config({}, eos_token_id=0)
+        request = Request(request_id, list(token_ids), params, None, block_hasher=self.hasher)
+        request.status = RequestStatus.RUNNING
+        return request
+
+    def run_request(self, request: Any) -> int:
+        manager = self.manager
+        hits, num_hits, _ = manager.get_computed_blocks(request)
+        num_computed: int = num_hits
+        num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
+        blocks = manager.allocate_slots(request, num_new, num_hits, hits)
+        num_computed += num_new
+        while num_computed < request.num_tokens and blocks is not None:
+            request.num_computed_tokens = num_computed
+            num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
+            blocks = manager.allocate_slots(request, num_new)
+            num_computed += num_new
+        manager.free(request)
+        if blocks is None:
+            raise RuntimeError("a request does not fit into the pool")
+        return int(num_hits)
+
+    def begin(self, requests: list[Any]) -> None:
+        for row, request in enumerate(requests):
+            if self.manager.allocate_slots(request, request.num_tokens) is None:
+                raise RuntimeError("the sequences do not fit into the pool")
+            self.table.add_row(self.manager.get_block_ids(request.request_id), row)
+        self.table.commit_block_table(len(requests))
+
+    def allocate(self, requests: list[Any]) -> None:
+        # The ids of new blocks, None for no new ones, are what its scheduler sends to the model runner.
+        new_block_ids = []
+        allocate_slots = self.manager.allocate_slots
+        for request in requests:
+            new_blocks = allocate_slots(request, 1)
+            if new_blocks is None:
+                raise RuntimeError("the sequences do not fit into the pool")
+            new_block_ids.append(new_blocks.get_block_ids(allow_none=True))
+        self.new_block_ids = new_block_ids
+
+    def update_table(self) -> None:
+        append_row = self.table.append_row
+        for row, block_ids in enumerate(self.new_block_ids):
+            if block_ids is not None:
+                append_row(block_ids, row)
+        self.table.commit_block_table(len(self.new_block_ids))
+
+    def read_table(self, num_rows: int) -> list[list[int]]:
+        rows: list[list[int]] = self.table[0].get_numpy_array()[:num_rows].tolist()
+        return rows
+
+
+LANES: dict[str, Callable[[Shape], Lane]] = {OURS: OwnLane, VLLM: VllmLane}
+
+
+@dataclass
+class Row:
+    """One line of the answer: for each lane, for each part of the work, microseconds per request or step."""
+
+    title: str
+    parts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, lane: str, part: str, us: float) -> None:
+        self.parts.setdefault(lane, {}).setdefault(part, []).append(us)
+
+    def median(self, lane: str, part: str) -> float:
+        return statistics.median(self.parts[lane][part])
+
+    def sum_medians(self, lane: str, parts: list[str]) -> float:
+        return sum(self.median(lane, part) for part in parts if part in self.parts[lane])
+
+
+def in_turn(lanes: list[Lane], turn: int) -> list[Lane]:
+    shift = turn % len(lanes)
+    return lanes[shift:] + lanes[:shift]
+
+
+def some_tokens(rng: random.Random, num_tokens: int) -> list[int]:
+    return rng.choices(range(128_000), k=num_tokens)
+
+
+def fill_cache(lanes: list[Lane], rng: random.Random, num_blocks: int) -> None:
+    """Cache about every block of the pools, so that each block that is taken evicts one."""
+    for number in range(-(-num_blocks // (4096 // BLOCK_SIZE))):
+        token_ids = some_tokens(rng, 4096)
+        for lane in lanes:
+            lane.run_request(lane.make_request(f"filler {number}", token_ids))
+
+
+def measure_requests(options: argparse.Namespace, names: list[str], groups: str) -> list[Row]:
+    """Look up, allocate in chunks, free: prompts that nobody has sent before, and prompts seen before."""
+    num_blocks = POOL_BLOCKS * len(GROUPS[groups])
+    lanes = [LANES[name](Shape(GROUPS[groups], num_blocks, 1, 16_384)) for name in names]
+    rng = random.Random(options.seed)
+    fill_cache(lanes, rng, num_blocks)
+    rows = []
+    gc.collect()
+    gc.freeze()  # as vLLM's engine does when it is up
+    gc.disable()
+    for length in PROMPT_LENGTHS:
+        new = Row(f"{groups}: {length:,} tokens, new")
+        seen = Row(f"{groups}: {length:,} tokens, seen before")
+        for run in range(-1, options.runs):
+            prompts = [some_tokens(rng, length) for _ in range(max(1, TOKENS_PER_SAMPLE // length))]
+            for row in (new, seen):
+                num_hits = set()
+                for lane in in_turn(lanes, run):
+                    requests = [lane.make_request(f"{n}", prompt) for n, prompt in enumerate(prompts)]
+                    run_request = lane.run_request
+                    num_hit_tokens = 0
+                    start = now()
+                    for request in requests:
+                        num_hit_tokens += run_request(request)
+                    elapsed = now() - start
+                    num_hits.add(num_hit_tokens)
+                    if run >= 0:
+                        row.add(lane.name, "request", elapsed / len(requests) / 1e3)
+                if len(num_hits) != 1 or (num_hits == {0}) != (row is new):
+                    raise RuntimeError(f"{row.title}: hits of {num_hits} tokens")
+        rows += [new, seen]
+        print_row(new, ["request"])
+        print_row(seen, ["request"])
+    gc.enable()
+    gc.unfreeze()
+    return rows
+
+
+def measure_steps(options: argparse.Namespace, names: list[str], groups: str, num_sequences: int) -> Row:
+    """Steps that decode one token of each sequence."""
+    max_num_tokens = DECODE_PROMPT_TOKENS + 2 * BLOCK_SIZE + options.steps + 2
+    num_blocks = num_sequences * (-(-max_num_tokens // BLOCK_SIZE)) * len(GROUPS[groups]) * 5 // 4
+    num_blocks = max(num_blocks, 2 * 4096 // BLOCK_SIZE * len(GROUPS[groups]))
+    shape = Shape(GROUPS[groups], num_blocks, num_sequences, max_num_tokens)
+    row = Row(f"{groups}: a step of {num_sequences:,} sequences")
+    for run in range(options.decode_runs):
+        lanes = [LANES[name](shape) for name in names]
+        rng = random.Random(options.seed + run)
+        fill_cache(lanes, rng, num_blocks)
+        prompts = [
+            some_tokens(rng, DECODE_PROMPT_TOKENS + number % BLOCK_SIZE) for number in range(num_sequences)
+        ]
+        batches = {}
+        for lane in lanes:
+            batch = [lane.make_request(f"sequence {n}", prompt) for n, prompt in enumerate(prompts)]
+            lane.begin(batch)
+            for request in batch:
+                request.num_computed_tokens = request.num_tokens
+                request.append_output_token_ids([1])
+            batches[lane.name] = batch
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        for step in range(-BLOCK_SIZE, options.steps):
+            for lane in in_turn(lanes, step):
+                batch = batches[lane.name]
+                start = now()
+                lane.allocate(batch)
+                allocated = now()
+                lane.update_table()
+                updated = now()
+                lane.compute_slots()
+                mapped = now()
+                lane.end_step(batch, 1)
+                if step >= 0:  # each has taken a block by then: everything has been run
+                    row.add(lane.name, "allocate", (allocated - start) / 1e3)
+                    row.add(lane.name, "table", (updated - allocated) / 1e3)
+                    row.add(lane.name, "slots", (mapped - updated) / 1e3)
+        gc.enable()
+        gc.unfreeze()
+        check_same_shape(lanes, num_sequences)
+    print_row(row, ["allocate", "table"])
+    return row
+
+
+def check_same_shape(lanes: list[Lane], num_sequences: int) -> None:
+    """All lanes must have given each sequence equally many blocks."""
+    counts = {
+        tuple(sum(block_id > 0 for block_id in row) for row in lane.read_table(num_sequences))
+        for lane in lanes
+    }
+    if len(counts) != 1:
+        raise RuntimeError("the batch tables differ")
+
+
+def print_header() -> None:
+    print(f"{'':52}{'µs':>10}{'allocate':>10}{'table':>8}{'slots':>8}{'vLLM / this':>13}")
+
+
+def ratio_to_vllm(row: Row, lane: str, parts: list[str]) -> float | None:
+    return row.sum_medians(VLLM, parts) / row.sum_medians(lane, parts) if VLLM in row.parts else None
+
+
+def print_row(row: Row, parts: list[str]) -> None:
+    for lane in row.parts:
+        figures = f"{row.sum_medians(lane, parts):>10.1f}"
+        if len(parts) > 1:
+            figures += f"{row.median(lane, 'allocate'):>10.1f}{row.median(lane, 'table'):>8.1f}"
+            figures += f"{row.median(lane, 'slots'):>8.1f}" if lane == OURS else f"{'-':>8}"
+        else:
+            figures += " " * 26
+        ratio = ratio_to_vllm(row, lane, parts)
+        print(f"{row.title:44}{lane:8}{figures}{f'{ratio:.2f}' if ratio else '-':>13}", flush=True)
+
+
+def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) -> None:
+    """Where our time goes in a step, by the calls that an interpreted caller makes."""
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    shape = Shape(GROUPS[groups], num_sequences * 60 * len(GROUPS[groups]), num_sequences, 800)
+    lane = OwnLane(shape)
+    rng = random.Random(options.seed)
+    batch = [lane.make_request(f"{n}", some_tokens(rng, 512 + n % BLOCK_SIZE)) for n in range(num_sequences)]
+    lane.begin(batch)
+    for request in batch:
+        request.num_computed_tokens = request.num_tokens
+        request.append_output_token_ids([1])
+    for _ in range(BLOCK_SIZE * 4):
+        profile.enable()
+        lane.allocate(batch)
+        lane.update_table()
+        lane.compute_slots()
+        profile.disable()
+        lane.end_step(batch, 1)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=60, help="samples of each row of requests")
+    parser.add_argument("--decode-runs", type=int, default=3, help="fresh managers for each row of steps")
+    parser.add_argument("--steps", type=int, default=128, help="steps of each, after some that do not count")
+    parser.add_argument("--seed", type=int, default=0, help="of token ids")
+    parser.add_argument("--no-vllm", action="store_true", help="measure kv_pool only")
+    parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences, and stop")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.runs, options.decode_runs, options.steps = 2, 1, 16
+    return options
+
+
+def find_lanes(options: argparse.Namespace) -> list[str]:
+    if options.no_vllm:
+        return [OURS]
+    try:
+        from vllm.v1.core import kv_cache_manager
+        from vllm.v1.worker import block_table
+    except ImportError as error:
+        print(f"missing: vLLM ({error}), so there are no ratios to it", file=sys.stderr)
+        return [OURS]
+    del kv_cache_manager, block_table
+    return [OURS, VLLM]
+
+
+def main() -> None:
+    options = parse_options()
+    if options.profile:
+        for groups in GROUPS:
+            profile_steps(options, groups, 256)
+        return
+    names = find_lanes(options)
+    mode = "compiled" if kv_pool.COMPILED else "plain"
+    provenance = describe_run([f"{OURS} {mode}", *names[1:]])
+    print(f"kv_pool {mode}; blocks of {BLOCK_SIZE} tokens; windows of {WINDOW_TOKENS}")
+    print_header()
+    rows = []
+    for groups in GROUPS:
+        for num_sequences in NUM_SEQUENCES:
+            if not (options.quick and num_sequences > 64):
+                rows.append((measure_steps(options, names, groups, num_sequences), ["allocate", "table"]))
+    for groups in GROUPS:
+        rows += [(row, ["request"]) for row in measure_requests(options, names, groups)]
+    if options.json:
+        shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
+        results = [
+            {
+                "title": row.title,
+                "unit": "µs",
+                "figures": {
+                    lane: {
+                        "median": row.sum_medians(lane, parts),
+                        "by_part": {part: row.median(lane, part) for part in samples},
+                        "vllm_over_this": ratio_to_vllm(row, lane, parts),
+                    }
+                    for lane, samples in row.parts.items()
+                },
+                "samples": row.parts,
+            }
+            for row, parts in rows
+        ]
+        answer = {"provenance": provenance, "options": shown, "rows": results}
+        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

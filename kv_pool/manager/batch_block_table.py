@@ -1,0 +1,243 @@
+"""`BatchBlockTable`: the block tables of all running requests as one padded array, written in place."""
+
+from operator import index
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
+
+BlockIdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+class BatchBlockTable:
+    """The block ids of a batch as attention kernels take them: a row per request, padded with the null block.
+
+        >>> from kv_pool import BlockPool
+        >>> from kv_pool.manager.block_table import BlockTable
+        >>> table = BlockTable()
+        >>> table.blocks.extend(BlockPool(10, True, 4).get_new_blocks(3))
+        >>> batch = BatchBlockTable(max_num_requests=2, max_num_blocks_per_request=5, block_size=4)
+        >>> batch.add_request("first", table)
+        0
+        >>> batch.update()
+        [0]
+        >>> batch.get_rows()
+        array([[1, 2, 3, 0, 0]], dtype=int32)
+
+    The rows in use are 0 to `num_requests` - 1, without holes. A model with several groups of layers has one
+    of these per group; told of the same requests in the same order, they have them in the same rows.
+
+    Args:
+        max_num_requests, max_num_blocks_per_request: the array's shape, at least 1 each.
+        block_size: tokens per block, of the group that the tables belong to.
+        dtype: int32 or int64.
+        null_block_id: of the block that stands for "no KV here"; a pool's is 0.
+        array: where to write, by default an array of its own; such as the NumPy view of a pinned tensor, from
+            where it is copied to a device. Contiguous, writable, of that shape and dtype; it is cleared.
+
+    Attributes:
+        block_ids: (max_num_requests, max_num_blocks_per_request), `dtype`; always the same array. For
+            reading: what is written from outside stays there until its entry changes.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        max_num_blocks_per_request: int,
+        block_size: int,
+        *,
+        dtype: npt.DTypeLike = np.int32,
+        null_block_id: int = 0,
+        array: BlockIdArray | None = None,
+    ) -> None:
+        self.max_num_requests = _to_count("max_num_requests", max_num_requests)
+        self.max_num_blocks_per_request = _to_count("max_num_blocks_per_request", max_num_blocks_per_request)
+        self.block_size = _to_count("block_size", block_size)
+        self.null_block_id = null_block_id
+        if np.dtype(dtype) not in (np.int32, np.int64):
+            raise InvalidArgumentError(f"block ids are int32 or int64, not {np.dtype(dtype)}")
+        if not 0 <= null_block_id <= np.iinfo(np.int32).max:
+            raise InvalidArgumentError(f"null_block_id {null_block_id} is not a block's id; a pool's is 0")
+        shape = (self.max_num_requests, self.max_num_blocks_per_request)
+        if array is None:
+            array = cast(BlockIdArray, np.empty(shape, dtype))
+        elif array.shape != shape or array.dtype != dtype:
+            raise InvalidArgumentError(
+                f"array is {array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}"
+            )
+        elif not (array.flags.c_contiguous and array.flags.writeable):
+            raise InvalidArgumentError("array is not contiguous or not writable; rows are written in place")
+        self.block_ids: BlockIdArray = array
+        self.block_ids.fill(null_block_id)
+        # One at a time, a memoryview takes integers faster than an array does, and without NumPy's types.
+        self._cells = memoryview(cast(Any, array.reshape(-1)))
+        self._nulls = memoryview(cast(Any, np.full(shape[1], null_block_id, array.dtype)))
+        self._rows: list[TableRow] = []
+        self._row_numbers: dict[str, int] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._rows)
+
+    def list_request_ids(self) -> list[str]:
+        """Whose rows they are, by row number."""
+        return [row.request_id for row in self._rows]
+
+    def get_row_number(self, request_id: str) -> int:
+        """The request's row. It changes when another request is removed, or rows are swapped.
+
+        Raises:
+            InvalidArgumentError: no such request.
+        """
+        row_number = self._row_numbers.get(request_id)
+        if row_number is None:
+            raise InvalidArgumentError(f"request {request_id!r} has no row; add_request() gives it one")
+        return row_number
+
+    def get_rows(self) -> BlockIdArray:
+        """The rows in use: a view of (num_requests, max_num_blocks_per_request), as of the last `update`."""
+        return self.block_ids[: len(self._rows)]
+
+    def add_request(self, request_id: str, table: BlockTable) -> int:
+        """Give a request the next row, and return its number. The row is written by the next `update`.
+
+        Args:
+            table: live, as `KVCacheManager.get_table` returns it; `update` reads it until the request is
+                removed. A request that lost its blocks and got new ones has a new table: remove it, and add
+                it again.
+        Raises:
+            InvalidArgumentError: the request has a row already, or all rows are taken. Nothing has changed.
+        """
+        row_number = len(self._rows)
+        if request_id in self._row_numbers:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has row {self._row_numbers[request_id]} already; "
+                "remove_request() comes first"
+            )
+        if row_number == self.max_num_requests:
+            raise InvalidArgumentError(
+                f"all {row_number} rows are taken; remove_request() makes room for {request_id!r}"
+            )
+        self._rows.append(TableRow(request_id, table))
+        self._row_numbers[request_id] = row_number
+        return row_number
+
+    def remove_request(self, request_id: str) -> int:
+        """Take a request out; the last row moves into the hole, so that the rows stay without holes.
+
+        Returns:
+            The number of the row that became vacant. Unless it was the last one, it now is the row of the
+            request that was in the last, row `num_requests` as counted afterwards.
+        Raises:
+            InvalidArgumentError: no such request. Nothing has changed.
+        Cost: a copy of the last row's blocks.
+        """
+        row_number = self.get_row_number(request_id)
+        last = len(self._rows) - 1
+        self.swap_rows(row_number, last)
+        self.block_ids[last, : self._rows[last].num_blocks] = self.null_block_id
+        del self._rows[last], self._row_numbers[request_id]
+        return row_number
+
+    def swap_rows(self, row_number: int, other_row_number: int) -> None:
+        """Let two requests exchange their rows, such as to have all that decode in front.
+
+        Raises:
+            InvalidArgumentError: a number that is not a row's. Nothing has changed.
+        """
+        for number in (row_number, other_row_number):
+            if not 0 <= number < len(self._rows):
+                raise InvalidArgumentError(f"row {number} is not one of the {len(self._rows)} rows in use")
+        if row_number == other_row_number:
+            return
+        rows = self._rows
+        first, second = rows[row_number], rows[other_row_number]
+        num_columns = max(first.num_blocks, second.num_blocks)
+        written = self.block_ids[row_number, :num_columns].copy()
+        self.block_ids[row_number, :num_columns] = self.block_ids[other_row_number, :num_columns]
+        self.block_ids[other_row_number, :num_columns] = written
+        rows[row_number], rows[other_row_number] = second, first
+        self._row_numbers[second.request_id] = row_number
+        self._row_numbers[first.request_id] = other_row_number
+
+    def update(self) -> list[int]:
+        """Bring all rows up to date with their tables, once per step, when all slots are allocated.
+
+        Returns:
+            The numbers of the rows that were written, ascending: the others need no copy to a device.
+        Raises:
+            InvalidArgumentError: a table has more blocks than a row has room for. Nothing has changed.
+        Cost: a look at each request; then what `write_row` says for each that changed.
+        """
+        changed = find_changed_rows(self._rows, self.max_num_blocks_per_request)
+        for row_number in changed:
+            first_cell = row_number * self.max_num_blocks_per_request
+            write_row(self._rows[row_number], self._cells, first_cell, self._nulls)
+        return changed
+
+    def remap(self, remap: npt.NDArray[np.integer[Any]]) -> None:
+        """Replace each id by `remap[id]`, after blocks moved to other ids; the tables are not read.
+
+        Call it for each `Relocation`, in order, with its `make_remap()`, before the next `update`: entries
+        that are read from a table after the move are new ids already. Where that order was missed, or not
+        known, `rewrite` is right in any case.
+
+        Args:
+            remap: new ids by old id, of all ids in the pool; what did not move maps to itself.
+        Raises:
+            InvalidTypeError: not an array of integers in one dimension.
+            InvalidArgumentError: it moves the null block, or has no entry for an id that is in use here.
+                In both cases nothing has changed.
+        Cost: a look-up per block that is not null, some nanoseconds, and a microsecond per request.
+        """
+        remap = np.asarray(remap)
+        if remap.ndim != 1 or remap.dtype.kind not in "iu":
+            raise InvalidTypeError(
+                f"a remap is integers in one dimension, such as Relocation.make_remap() makes them, "
+                f"not {remap.dtype} of shape {remap.shape}"
+            )
+        if self.null_block_id >= len(remap) or remap[self.null_block_id] != self.null_block_id:
+            raise InvalidArgumentError(f"the null block, {self.null_block_id}, does not map to itself")
+        largest = max((int(cells.max()) for cells in self._list_used_cells()), default=0)
+        if largest >= len(remap):
+            raise InvalidArgumentError(
+                f"block {largest} is in use here, the remap has ids 0 to {len(remap) - 1}; "
+                f"is it another pool's?"
+            )
+        for cells in self._list_used_cells():
+            cells[:] = remap[cells]
+
+    def rewrite(self) -> None:
+        """Write all rows anew from their tables, whatever was written before.
+
+        Raises:
+            InvalidArgumentError: as `update`. Nothing has changed.
+        Cost: O(blocks of all requests).
+        """
+        find_changed_rows(self._rows, self.max_num_blocks_per_request)
+        self.block_ids[: len(self._rows)] = self.null_block_id
+        for row_number, row in enumerate(self._rows):
+            row.num_blocks = row.num_null_blocks = 0
+            write_row(row, self._cells, row_number * self.max_num_blocks_per_request, self._nulls)
+
+    def _list_used_cells(self) -> list[BlockIdArray]:
+        """Of each row the part that holds blocks, from behind its null blocks on; none that are empty."""
+        return [
+            self.block_ids[row_number, row.num_null_blocks : row.num_blocks]
+            for row_number, row in enumerate(self._rows)
+            if row.num_null_blocks < row.num_blocks
+        ]
+
+
+def _to_count(name: str, value: int) -> int:
+    try:
+        count = index(value)
+    except TypeError as error:
+        raise InvalidTypeError(f"{name} is a number: {error}") from error
+    if count < 1:
+        raise InvalidArgumentError(f"{name} is {count}, not 1 or more")
+    return count

@@ -1,0 +1,93 @@
+"""`HostPrefixes`: which prefixes of requests the host pool has, beyond what the device has."""
+
+from collections.abc import Sequence
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.request import SchedulableRequest
+
+
+class HostPrefixes:
+    """Looks up prefixes in the host pool. Only looks.
+
+    Args:
+        pool: the host pool.
+        groups: the manager's groups, over the host pool.
+        alignment: hits are a multiple of so many tokens.
+    """
+
+    def __init__(self, pool: BlockPoolCore, groups: Sequence[BlockGroup], alignment: int) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._alignment = alignment
+
+    def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
+        """How many tokens right after the first `num_device_tokens` the request could have from the host.
+
+        A multiple of the alignment, as `num_device_tokens` has to be. Of a window only the blocks are needed
+        that the next token attends to, and those in front come from the device.
+        Cost: one call for each group of full attention; for others the blocks they need, again for each
+        shorter length that is tried.
+        """
+        if not self._pool.enable_caching or not any(group.is_cacheable for group in self._groups):
+            return 0
+        num_hashed = len(request.block_hashes) * self._pool.hash_block_size
+        num_tokens = self._align(min(max_num_tokens, num_hashed))
+        hashes = [list(self._list_hashes(request, group)) for group in self._groups]
+        for group, group_hashes in zip(self._groups, hashes, strict=True):
+            if group.is_cacheable and group.is_downward_closed:
+                first = num_device_tokens // group.block_size
+                wanted = group_hashes[first : num_tokens // group.block_size]
+                found = self._pool.find_cached_prefix(wanted, len(wanted), group.group_id)
+                num_tokens = min(num_tokens, self._align((first + len(found)) * group.block_size))
+        while num_tokens > num_device_tokens:
+            missing = self._find_missing(hashes, num_device_tokens, num_tokens)
+            if missing is None:
+                return num_tokens - num_device_tokens
+            num_tokens = self._align(missing)
+        return 0
+
+    def find_blocks(
+        self, request: SchedulableRequest, start: int, end: int
+    ) -> list[dict[int, KVCacheBlock]] | None:
+        """For each group the blocks that hold the tokens `[start, end)`, by table position, without those
+        that no token from `end` on attends to; None if one is not there.
+        """
+        found: list[dict[int, KVCacheBlock]] = []
+        for group in self._groups:
+            row: dict[int, KVCacheBlock] = {}
+            if group.is_cacheable:
+                hashes = self._list_hashes(request, group)
+                for position in self._list_needed(group, start, end):
+                    blocks = self._pool.get_cached_block(hashes[position], [group.group_id])
+                    if blocks is None:
+                        return None
+                    row[position] = blocks[0]
+            found.append(row)
+        return found
+
+    def _find_missing(self, hashes: list[list[BlockHash]], start: int, end: int) -> int | None:
+        """The first token of the first block that a hit of `end` tokens needs and the host has not.
+
+        Any length beyond that token, up to `end`, needs the block as well: what is needed begins no later.
+        """
+        for group, group_hashes in zip(self._groups, hashes, strict=True):
+            if not group.is_cacheable or group.is_downward_closed:
+                continue
+            for position in self._list_needed(group, start, end):
+                if self._pool.get_cached_block(group_hashes[position], [group.group_id]) is None:
+                    return position * group.block_size
+        return None
+
+    def _list_needed(self, group: BlockGroup, start: int, end: int) -> range:
+        first = max(start, group.count_skipped_tokens(end)) // group.block_size
+        return range(first, end // group.block_size)
+
+    def _list_hashes(self, request: SchedulableRequest, group: BlockGroup) -> Sequence[BlockHash]:
+        hashes = request.block_hashes
+        return hashes if group.stride == 1 else hashes[group.stride - 1 :: group.stride]
+
+    def _align(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self._alignment

@@ -1,0 +1,452 @@
+"""`BlockSwapper`: moves requests' blocks between the manager's pool and a pool in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.kv_events import BlockStored, KVCacheEvent
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.host_prefix import HostPrefixes
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.kv_cache_spec import KVCacheSpec
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.swap_match import Match, count_skipped_blocks, match_tables
+from kv_pool.manager.swap_plan import HostHitPlan, SwapInPlan, SwapOutPlan, SwapPlan
+from kv_pool.manager.swap_sides import DeviceSide, HostSide, SwapSide, list_tail_first
+
+
+class BlockSwapper:
+    """A host pool beside the pool of a `KVCacheManager`, and the requests that wait there.
+
+        >>> from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager, Request
+        >>> manager = KVCacheManager(BlockPool(10, True, 4))
+        >>> swapper = BlockSwapper(manager, BlockPool(20, True, 4, medium="CPU"))
+        >>> request = Request("a", range(100, 110), BlockHasher(block_size=4))
+        >>> _ = manager.allocate_slots(request, 10)
+        >>> request.num_computed_tokens = 10
+        >>> plan = swapper.swap_out(request)
+        >>> plan.moves
+        [BlockMove(source=1, target=1), BlockMove(source=2, target=2), BlockMove(source=3, target=3)]
+        >>> plan.commit()                                   # when the bytes of these blocks are copied
+        >>> manager.holds_blocks("a"), swapper.is_swapped_out("a")
+        (False, True)
+        >>> swapper.swap_in(request)                        # two of three are still on the device
+        SwapInPlan('a', in, open, 1 moves, 2 shared)
+
+    Args:
+        manager: whose requests are swapped.
+        host_pool: used by this swapper alone; of the same `hash_block_size`, caching and hash lookahead as
+            the manager's pool, with another `medium` for its events. Blocks of all groups are in it.
+
+    Call it between two steps, when each request's `num_computed_tokens` counts what is in its blocks, and
+    with the copies of `take_block_copies` applied; a swapped request keeps its `num_computed_tokens`. Not
+    safe for several threads. See `SwapPlan` for what may be done while a plan is open.
+    """
+
+    def __init__(self, manager: KVCacheManager, host_pool: BlockPoolCore) -> None:
+        device_pool = manager.block_pool
+        for name in ("hash_block_size", "num_hash_lookahead_tokens", "enable_caching"):
+            if getattr(host_pool, name) != getattr(device_pool, name):
+                raise InvalidArgumentError(
+                    f"the host pool has {name} {getattr(host_pool, name)}, the manager's pool "
+                    f"{getattr(device_pool, name)}; blocks that move between them need the same"
+                )
+        if host_pool is device_pool:
+            raise InvalidArgumentError("the host pool is the manager's own pool; it has to be another one")
+        self.manager = manager
+        self.host_pool = host_pool
+        self._device = DeviceSide(manager)
+        self._host = HostSide(host_pool)
+        self._groups: list[BlockGroup] = [
+            make_group(spec, host_pool, group_id, manager.alignment)
+            for group_id, spec in enumerate(manager.groups)
+        ]
+        self._prefixes = HostPrefixes(host_pool, self._groups, manager.alignment)
+        self._num_computed_tokens: dict[str, int] = {}
+        self._open_plans: dict[str, SwapPlan] = {}
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def is_swapped_out(self, request_id: str) -> bool:
+        """Whether the request's blocks are on the host, with no plan open for it."""
+        return self._host.holds(request_id)
+
+    def list_swapped_out(self) -> list[str]:
+        """The requests that are swapped out, in the order in which they were."""
+        return list(self._host.tables)
+
+    def list_open_plans(self) -> list[SwapPlan]:
+        """Plans that were neither committed nor aborted, oldest first."""
+        return list(self._open_plans.values())
+
+    def list_device_ids_in_flight(self) -> list[int]:
+        """Device blocks that open plans name: do not move them to other ids meanwhile (`pinned`)."""
+        return [
+            block.block_id for plan in self._open_plans.values() for block in plan.list_blocks(self._device)
+        ]
+
+    def get_host_block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
+        """The block table of a request that is swapped out, in ids of the host pool, 0 for nothing.
+
+        Raises:
+            InvalidArgumentError: it is not swapped out, or there is no such group.
+        """
+        tables = self._tables_of(request_id)
+        if not 0 <= group_id < len(tables):
+            raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
+        return tables[group_id].list_ids()
+
+    def can_swap_out(self, request: SchedulableRequest) -> AllocStatus:
+        """Whether `swap_out` would give a plan: OK, LATER, or NEVER where the host pool is too small for the
+        blocks that the request has now. Changes nothing. O(blocks).
+
+        Raises:
+            What `swap_out` raises.
+        """
+        tables = self._check_swap_out(request)
+        match = match_tables(request, self._groups, tables, request.num_computed_tokens, self._host)
+        return self._judge(self._host, match, 0, 0)
+
+    def can_swap_in(
+        self,
+        request: SchedulableRequest,
+        num_lookahead_tokens: int = 0,
+        *,
+        num_new_tokens: int | None = None,
+    ) -> AllocStatus:
+        """Whether `swap_in` with the same arguments would give a plan. Changes nothing. O(blocks).
+
+        Args:
+            num_new_tokens: tokens of the request's next step, for which there has to be room, too; by default
+                all that are not computed.
+            num_lookahead_tokens: slots beyond them.
+        Returns:
+            OK: after `swap_in`, and if nobody else takes blocks, `allocate_slots(request, num_new_tokens,
+            num_lookahead_tokens=...)` succeeds as well. LATER: not now, and not without going below the
+            watermark, which counts while other requests hold blocks. NEVER: more blocks than the pool has.
+        Raises:
+            What `swap_in` raises.
+        """
+        tables = self._check_swap_in(request)
+        match = match_tables(request, self._groups, tables, request.num_computed_tokens, self._device)
+        num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
+        return self._judge(self._device, match, num_more, self._count_to_leave())
+
+    def find_host_prefix(
+        self,
+        request: SchedulableRequest,
+        num_device_tokens: int = 0,
+        max_num_tokens: int | None = None,
+    ) -> int:
+        """How many tokens right after those found on the device the host has. Changes nothing.
+
+        Args:
+            num_device_tokens: `get_computed_blocks(request).num_tokens`.
+            max_num_tokens: of both together; by default all tokens of the request but the last.
+        """
+        self._check_device_tokens(num_device_tokens)
+        limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
+        return self._prefixes.count_tokens(request, num_device_tokens, limit)
+
+    # ---- plans -----------------------------------------------------------------------------------
+
+    def swap_out(self, request: SchedulableRequest) -> SwapPlan | None:
+        """Plan to copy the request's blocks to the host, and give them up on the device.
+
+        Blocks whose prefix the host has already are shared there. A window's blocks that no later token
+        attends to are not copied. Slots beyond the computed tokens go along.
+        Returns:
+            The plan, or None exactly when `can_swap_out` does not say OK; nothing has changed then. While it
+            is open the request's device blocks are its own, and the manager does not know the request.
+        Raises:
+            InvalidArgumentError: the request holds no device blocks, is swapped out already, or block copies
+                are still to be made. Nothing has changed.
+        On commit device blocks are freed, each group's tail to be reused first; what is cached stays
+        findable there until then, and on the host from now on.
+        """
+        tables = self._check_swap_out(request)
+        num_computed = request.num_computed_tokens
+        match = match_tables(request, self._groups, tables, num_computed, self._host)
+        if self._judge(self._host, match, 0, 0) is not AllocStatus.OK:
+            return None
+        targets = self._take_targets(tables, num_computed, match, self._host)
+        self.manager.pop_tables(request.request_id)
+        plan = SwapOutPlan(
+            request, num_computed, self._groups, self._device, self._host, tables, targets, match, self._close
+        )
+        self._num_computed_tokens[request.request_id] = num_computed
+        return self._open(plan)
+
+    def swap_in(
+        self,
+        request: SchedulableRequest,
+        num_lookahead_tokens: int = 0,
+        *,
+        num_new_tokens: int | None = None,
+    ) -> SwapPlan | None:
+        """Plan to copy the blocks of a swapped request back, and let it hold device blocks again.
+
+        Blocks whose prefix is on the device, still or again, are shared there; the last block, where it is
+        not full, is always copied.
+        Args:
+            num_lookahead_tokens, num_new_tokens: room that is to be left for the next step: see
+                `can_swap_in`. It is not taken: that is `allocate_slots`' part.
+        Returns:
+            The plan, or None exactly when `can_swap_in` does not say OK; nothing has changed then.
+        Raises:
+            InvalidArgumentError: the request is not swapped out, holds device blocks, or has another
+                `num_computed_tokens` than when it was swapped out. Nothing has changed.
+        On commit host blocks are freed, each group's tail to be reused first, and stay findable until then.
+        """
+        tables = self._check_swap_in(request)
+        num_computed = request.num_computed_tokens
+        match = match_tables(request, self._groups, tables, num_computed, self._device)
+        num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
+        if self._judge(self._device, match, num_more, self._count_to_leave()) is not AllocStatus.OK:
+            return None
+        targets = self._take_targets(tables, num_computed, match, self._device)
+        del self._host.tables[request.request_id]
+        plan = SwapInPlan(
+            request, num_computed, self._groups, self._host, self._device, tables, targets, match, self._close
+        )
+        return self._open(plan)
+
+    def plan_host_hit(
+        self,
+        request: SchedulableRequest,
+        num_host_tokens: int,
+        cached_prefix: CachedPrefix | None = None,
+        *,
+        num_new_tokens: int = 0,
+        **options: Any,
+    ) -> SwapPlan | None:
+        """Plan to start a request with a prefix that the host has, after the one that the device has.
+
+            |<- cached_prefix ->|<- num_host_tokens ->|<- num_new_tokens ->|
+            |   touched         |   copied here       |   to be computed   |
+
+        Args:
+            num_host_tokens: what `find_host_prefix` answered, or less; a multiple of `manager.alignment`.
+            cached_prefix: what `get_computed_blocks` found.
+            num_new_tokens: slots for tokens to be computed next; more can be allocated after the commit.
+            options: for `allocate_slots`, such as `num_lookahead_tokens`.
+        Returns:
+            The plan; None if `allocate_slots` finds no room, with nothing changed. After its commit
+            `request.num_computed_tokens` is to be set to `plan.num_computed_tokens`, and the prefix is
+            findable on the device; after an abort the request has no blocks.
+        Raises:
+            InvalidArgumentError: nothing or too much asked for, or a request that is elsewhere already.
+            InvalidBlockError: the host has not that much any more: ask again. In all cases nothing has
+                changed.
+        """
+        request_id = request.request_id
+        self._check_elsewhere(request_id)
+        num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
+        end = num_device_tokens + num_host_tokens
+        self._check_device_tokens(num_device_tokens)
+        if num_host_tokens < 1 or num_host_tokens % self.manager.alignment or end > request.num_tokens:
+            raise InvalidArgumentError(
+                f"num_host_tokens is {num_host_tokens} for request {request_id!r}; it is a multiple of "
+                f"{self.manager.alignment}, and with the {num_device_tokens} tokens on the device no more "
+                f"than the request's {request.num_tokens}"
+            )
+        if self.manager.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
+        hits = None
+        if end <= len(request.block_hashes) * self.host_pool.hash_block_size:
+            hits = self._prefixes.find_blocks(request, num_device_tokens, end)
+        if hits is None:
+            raise InvalidBlockError(
+                f"the host has not all of tokens {num_device_tokens} to {end} of request {request_id!r} (any "
+                "more); call find_host_prefix() again"
+            )
+        added = self.manager.allocate_slots(
+            request,
+            num_new_tokens,
+            cached_prefix,
+            num_external_computed_tokens=num_host_tokens,
+            delay_cache_blocks=True,
+            **options,
+        )
+        if added is None:
+            return None
+        tables = self.manager.pop_tables(request_id)
+        pairs = [
+            (block, table.blocks[position])
+            for table, row in zip(tables, hits, strict=True)
+            for position, block in row.items()
+            if not table.blocks[position].is_null
+        ]
+        self._host.touch([source for source, _ in pairs])
+        plan = HostHitPlan(request, end, self.manager, self._device, self._host, tables, pairs, self._close)
+        return self._open(plan)
+
+    # ---- giving up -------------------------------------------------------------------------------
+
+    def drop(self, request: SchedulableRequest) -> None:
+        """Free the host blocks of a request that is swapped out and will not come back.
+
+        They stay findable on the host until they are reused, each group's tail first.
+        Raises:
+            InvalidArgumentError: it is not swapped out, or a plan for it is open: close that, then free the
+                request where it is. Nothing has changed.
+        """
+        tables = self._tables_of(request.request_id)
+        del self._host.tables[request.request_id]
+        del self._num_computed_tokens[request.request_id]
+        self._host.free_blocks(list_tail_first([table.blocks for table in tables]))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix on both sides; False, with nothing changed, while any request holds blocks."""
+        if self._host.tables or self._open_plans or not self.manager.reset_prefix_cache():
+            return False
+        return self.host_pool.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events of both pools since the last call: the device's, then the host's, each in its order."""
+        return self.manager.take_events() + label_events(self.host_pool.take_events(), self.manager.groups)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _open(self, plan: SwapPlan) -> SwapPlan:
+        self._open_plans[plan.request_id] = plan
+        return plan
+
+    def _close(self, plan: SwapPlan) -> None:
+        del self._open_plans[plan.request_id]
+        if not self._host.holds(plan.request_id):
+            self._num_computed_tokens.pop(plan.request_id, None)
+
+    def _take_targets(
+        self, tables: list[BlockTable], num_computed: int, match: Match, side: SwapSide
+    ) -> list[list[KVCacheBlock]]:
+        """Touch what was found on this side, and take blocks for the rest.
+
+        Returns:
+            For each group and table entry one, the null block where nothing is kept.
+        """
+        # Found ones first: until they are touched, they may be among the blocks that are taken.
+        shared = [block for row in match.found for block in row if block is not None]
+        side.touch(shared)
+        try:
+            taken = iter(side.take_blocks(match.num_new))
+        except BaseException:  # of whoever watches for reuse
+            side.free_blocks(shared)
+            raise
+        targets: list[list[KVCacheBlock]] = []
+        for group, table, found in zip(self._groups, tables, match.found, strict=True):
+            first = count_skipped_blocks(group, table, num_computed)
+            row: list[KVCacheBlock] = []
+            for position, block in enumerate(table.blocks):
+                there = found[position]
+                if there is not None:
+                    row.append(there)
+                elif block.is_null or position < first:
+                    row.append(side.pool.null_block)
+                else:
+                    row.append(next(taken))
+            targets.append(row)
+        return targets
+
+    def _judge(self, side: SwapSide, match: Match, num_more: int, num_to_leave: int) -> AllocStatus:
+        if match.num_new + match.num_shared + num_more > side.pool.num_gpu_blocks - 1:
+            return AllocStatus.NEVER
+        if match.num_new + match.num_free + num_more > side.count_free_blocks() - num_to_leave:
+            return AllocStatus.LATER
+        return AllocStatus.OK
+
+    def _count_to_leave(self) -> int:
+        """The watermark, as for any request without blocks: while others hold some."""
+        return self.manager.watermark_blocks if self.manager.list_request_ids() else 0
+
+    def _count_more_blocks(
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        num_new_tokens: int | None,
+        num_lookahead_tokens: int,
+    ) -> int:
+        """Blocks that the next `allocate_slots` takes after a swap in."""
+        if num_new_tokens is None:
+            num_new_tokens = request.num_tokens - request.num_computed_tokens
+        if num_new_tokens < 0 or num_lookahead_tokens < 0:
+            raise InvalidArgumentError(
+                f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}; they "
+                "count tokens, 0 or more"
+            )
+        num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        if self.manager.max_model_len:
+            num_tokens = min(num_tokens, self.manager.max_model_len)
+        return sum(
+            group.count_new_blocks(len(table.blocks), group.count_table_blocks(num_tokens))
+            for group, table in zip(self._groups, tables, strict=True)
+            if group.is_cacheable
+        )
+
+    def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
+        self._check_elsewhere(request.request_id)
+        tables = [
+            self.manager.get_table(request.request_id, group_id) for group_id in range(len(self._groups))
+        ]
+        if any(self.manager._copies.concerns(table.blocks) for table in tables):
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has blocks whose content is still to be copied; apply "
+                "take_block_copies() first"
+            )
+        return tables
+
+    def _check_swap_in(self, request: SchedulableRequest) -> list[BlockTable]:
+        tables = self._tables_of(request.request_id)
+        if self.manager.holds_blocks(request.request_id):
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} is swapped out and has device blocks, too; free these first"
+            )
+        num_computed = self._num_computed_tokens[request.request_id]
+        if request.num_computed_tokens != num_computed:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} says {request.num_computed_tokens} tokens are computed; it "
+                f"was swapped out with {num_computed}, which a swapped request keeps"
+            )
+        return tables
+
+    def _check_elsewhere(self, request_id: str) -> None:
+        plan = self._open_plans.get(request_id)
+        if plan is not None:
+            raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
+        if self._host.holds(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
+
+    def _check_device_tokens(self, num_device_tokens: int) -> None:
+        if num_device_tokens < 0 or num_device_tokens % self.manager.alignment:
+            raise InvalidArgumentError(
+                f"num_device_tokens is {num_device_tokens}; it is a multiple of {self.manager.alignment}, as "
+                "get_computed_blocks() finds it"
+            )
+
+    def _tables_of(self, request_id: str) -> list[BlockTable]:
+        tables = self._host.tables.get(request_id)
+        if tables is None:
+            plan = self._open_plans.get(request_id)
+            raise InvalidArgumentError(
+                f"request {request_id!r} is not swapped out"
+                + ("; it is not, was swapped in, or dropped" if plan is None else f": {plan!r} is open")
+            )
+        return tables
+
+
+def label_events(events: list[KVCacheEvent], groups: Sequence[KVCacheSpec]) -> list[KVCacheEvent]:
+    """The same events; stores say the kind of attention of their group."""
+    for event in events:
+        if isinstance(event, BlockStored) and event.group_idx is not None:
+            spec = groups[event.group_idx]
+            event.kv_cache_spec_kind = spec.kind
+            event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
+    return events

@@ -1,0 +1,131 @@
+"""The numbered truths about swapped requests, each executable; beside those of `core/invariants.py`.
+
+    W1  a request is known to at most one of: the manager, the swapped-out ones, the open plans (unless its
+        scheduler allocates for it meanwhile, as for one that has computed nothing)
+    W2  a host block has as many references as swapped-out tables and open plans name it
+    W3  a device block has at least as many references as the manager's tables and open plans name it
+    W4  a swapped-out table names the host pool's own blocks, and so does an open plan on either side
+    W5  num_null_blocks entries from a swapped-out table's head are null; no more than the computed blocks
+        are counted as cached
+    W6  an open plan's moves go from distinct blocks to distinct ones; a target has this one reference and
+        no hash
+    W7  a plan that is listed as open is open, under its own request's id
+    W8  the number of computed tokens is kept for those that are swapped out or in a plan, and nobody else
+
+They hold whenever no method is running. `check(swapper)` raises CorruptedPoolError naming the first that
+fails.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import CorruptedPoolError
+from kv_pool.manager.swap import BlockSwapper
+from kv_pool.manager.swap_plan import PlanState, SwapDirection, SwapPlan
+
+
+def check(swapper: BlockSwapper) -> None:
+    """Verify W1 to W8 and both pools' invariants. O(blocks). Raises CorruptedPoolError; changes nothing."""
+    invariants.check(swapper.manager.block_pool)  # type: ignore[arg-type]
+    invariants.check(swapper.host_pool)  # type: ignore[arg-type]
+    check_places(swapper)
+    check_references(swapper)
+    check_tables(swapper)
+    for plan in swapper.list_open_plans():
+        check_plan(swapper, plan)
+
+
+def check_places(swapper: BlockSwapper) -> None:
+    """W1, W7, W8."""
+    plans = {plan.request_id for plan in swapper.list_open_plans()}
+    places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out(), *plans])
+    for request_id, num_places in places.items():
+        # What a scheduler allocates for a request in a plan is refused when the plan is closed.
+        if num_places > 1:
+            raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
+    for request_id, plan in swapper._open_plans.items():
+        if plan.state is not PlanState.OPEN or plan.request_id != request_id:
+            raise CorruptedPoolError(f"W7: {plan!r} is listed as open for request {request_id!r}")
+    kept = swapper._num_computed_tokens.keys()
+    if not set(swapper.list_swapped_out()) <= kept <= plans | set(swapper.list_swapped_out()):
+        raise CorruptedPoolError(f"W8: the computed tokens of {sorted(kept)} are kept")
+
+
+def check_references(swapper: BlockSwapper) -> None:
+    """W2, W3, W4."""
+    manager = swapper.manager
+    num_groups = len(manager.groups)
+    on_host = _count(
+        swapper.host_pool,
+        (block for tables in swapper._host.tables.values() for table in tables for block in table.blocks),
+    )
+    on_device = _count(
+        manager.block_pool,
+        (
+            block
+            for request_id in manager.list_request_ids()
+            for group_id in range(num_groups)
+            for block in manager.get_table(request_id, group_id).blocks
+        ),
+    )
+    for plan in swapper.list_open_plans():
+        on_host += _count(swapper.host_pool, plan.list_blocks(swapper._host))
+        on_device += _count(manager.block_pool, plan.list_blocks(swapper._device))
+    for block in swapper.host_pool.blocks[1:]:
+        if block.ref_cnt != on_host[block.block_id]:
+            raise CorruptedPoolError(
+                f"W2: host block {block.block_id} has ref_cnt {block.ref_cnt} and is named "
+                f"{on_host[block.block_id]} times"
+            )
+    for block in manager.block_pool.blocks[1:]:
+        if block.ref_cnt < on_device[block.block_id]:
+            raise CorruptedPoolError(
+                f"W3: device block {block.block_id} has ref_cnt {block.ref_cnt} and is named "
+                f"{on_device[block.block_id]} times"
+            )
+
+
+def check_tables(swapper: BlockSwapper) -> None:
+    """W5."""
+    for request_id, tables in swapper._host.tables.items():
+        num_computed = swapper._num_computed_tokens[request_id]
+        for spec, table in zip(swapper.manager.groups, tables, strict=True):
+            if not all(block.is_null for block in table.blocks[: table.num_null_blocks]):
+                raise CorruptedPoolError(
+                    f"W5: {table.num_null_blocks} blocks of request {request_id!r} are null, its table is "
+                    f"{table.list_ids()}"
+                )
+            if table.num_cached_blocks > num_computed // spec.block_size:
+                raise CorruptedPoolError(
+                    f"W5: {table.num_cached_blocks} blocks of request {request_id!r} are cached, "
+                    f"{num_computed} tokens computed"
+                )
+
+
+def check_plan(swapper: BlockSwapper, plan: SwapPlan) -> None:
+    """W6."""
+    sources = [move.source for move in plan.moves]
+    targets = [move.target for move in plan.moves]
+    if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+        raise CorruptedPoolError(f"W6: a block is twice in {plan.moves}")
+    pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
+    for block_id in targets:
+        block = pool.blocks[block_id]
+        if block.ref_cnt != 1 or block.block_hash is not None:
+            raise CorruptedPoolError(
+                f"W6: block {block_id}, a target, has ref_cnt {block.ref_cnt} and hash {block.block_hash!r}"
+            )
+
+
+def _count(pool: BlockPoolCore, blocks: Iterable[KVCacheBlock]) -> Counter[int]:
+    """How often each id is named, without the null block. Raises for another pool's blocks."""
+    named: Counter[int] = Counter()
+    for block in blocks:
+        if pool.blocks[block.block_id] is not block:
+            raise CorruptedPoolError(f"W4: block {block.block_id} is not one of the pool it is named in")
+        if not block.is_null:
+            named[block.block_id] += 1
+    return named

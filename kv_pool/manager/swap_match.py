@@ -1,0 +1,89 @@
+"""`match_tables`: which blocks of a request are on the other side already, and which have to be copied."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.swap_sides import SwapSide
+
+
+class Match(NamedTuple):
+    """How a request's tables would look on the other side.
+
+    Attributes:
+        found: for each group and table entry the block that holds the same prefix there; None where there
+            is none, or nothing is kept.
+        num_new: blocks to take, and to copy into.
+        num_shared: blocks found.
+        num_free: those of the found ones that are free, so that they leave the free blocks, too.
+    """
+
+    found: list[list[KVCacheBlock | None]]
+    num_new: int
+    num_shared: int
+    num_free: int
+
+
+def find_key(
+    request: SchedulableRequest, group: BlockGroup, table: BlockTable, position: int, num_computed_tokens: int
+) -> BlockHashWithGroupId | None:
+    """The key under which this block of the request is cached; None if it is not, or not computed in full.
+
+    A block in the table that carries another key than the request's own (or none: it was evicted as invalid)
+    is nobody's prefix: its content goes along with the request, and is not found by others.
+    """
+    block = table.blocks[position]
+    if block.is_null or block.block_hash is None or not group.is_cacheable:
+        return None
+    if (position + 1) * group.block_size > num_computed_tokens:
+        return None
+    place = (position + 1) * group.stride - 1
+    if place >= len(request.block_hashes):
+        return None
+    key = make_block_hash_with_group_id(request.block_hashes[place], group.group_id)
+    return key if block.block_hash == key else None
+
+
+def match_tables(
+    request: SchedulableRequest,
+    groups: Sequence[BlockGroup],
+    tables: Sequence[BlockTable],
+    num_computed_tokens: int,
+    target: SwapSide,
+) -> Match:
+    """Look for every block of the tables on the target side. Changes nothing. O(blocks)."""
+    found: list[list[KVCacheBlock | None]] = []
+    num_new = 0
+    num_shared = 0
+    num_free = 0
+    for group, table in zip(groups, tables, strict=True):
+        first = count_skipped_blocks(group, table, num_computed_tokens)
+        row: list[KVCacheBlock | None] = [None] * len(table.blocks)
+        for position in range(first, len(table.blocks)):
+            if table.blocks[position].is_null:
+                continue
+            block = None
+            key = find_key(request, group, table, position, num_computed_tokens)
+            if key is not None:
+                block = target.pool.cached_block_hash_to_block.get_one_block(key)
+            if block is None:
+                num_new += 1
+                continue
+            row[position] = block
+            num_shared += 1
+            num_free += target.is_free(block)
+        found.append(row)
+    return Match(found, num_new, num_shared, num_free)
+
+
+def count_skipped_blocks(group: BlockGroup, table: BlockTable, num_computed_tokens: int) -> int:
+    """Entries from the head that no later token needs: they become null blocks on the other side."""
+    if not group.forgets:
+        return table.num_null_blocks
+    num_skipped = group.count_skipped_tokens(num_computed_tokens) // group.block_size
+    return max(table.num_null_blocks, min(num_skipped, len(table.blocks)))

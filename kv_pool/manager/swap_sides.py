@@ -1,0 +1,118 @@
+"""`DeviceSide` and `HostSide`: where a swapped request's blocks and tables can be, under one set of names."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+
+
+class SwapSide(Protocol):
+    """One of the two pools, with the requests whose tables name its blocks."""
+
+    @property
+    def pool(self) -> BlockPoolCore:
+        """The pool that has the blocks of this side."""
+
+    def count_free_blocks(self) -> int:
+        """How many blocks `take_blocks` could hand out now."""
+
+    def is_free(self, block: KVCacheBlock) -> bool:
+        """Would touching the block leave one free block less?"""
+
+    def holds(self, request_id: str) -> bool:
+        """Has the request tables on this side?"""
+
+    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take free blocks, the next to be reused first. Raises OutOfBlocksError with nothing changed."""
+
+    def touch(self, blocks: list[KVCacheBlock]) -> None:
+        """Add one reference to each block."""
+
+    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        """Drop one reference of each block, the first to be reused first."""
+
+    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
+        """Let the request, which has no tables on this side, have these, references included."""
+
+
+class DeviceSide:
+    """The manager and its pool. Blocks are taken and freed by the manager's rules, retention included."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    @property
+    def pool(self) -> BlockPoolCore:
+        return self._manager.block_pool
+
+    def count_free_blocks(self) -> int:
+        return self._manager.get_num_free_blocks()
+
+    def is_free(self, block: KVCacheBlock) -> bool:
+        retention = self._manager._retention
+        return block.ref_cnt == 0 or (retention is not None and bool(retention.holds(block)))
+
+    def holds(self, request_id: str) -> bool:
+        return self._manager.holds_blocks(request_id)
+
+    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        return self._manager._take(num_blocks)
+
+    def touch(self, blocks: list[KVCacheBlock]) -> None:
+        self.pool.touch(blocks)
+        if self._manager._retention is not None:
+            self._manager._retention.note_taken(blocks)
+
+    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        self._manager._free_blocks(blocks)
+
+    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
+        self._manager.put_tables(request_id, tables)
+
+
+class HostSide:
+    """The pool in host memory, and the tables of the requests that are swapped out.
+
+    Attributes:
+        tables: by request, one table for each group; its blocks are the host pool's.
+    """
+
+    def __init__(self, pool: BlockPoolCore) -> None:
+        self._pool = pool
+        self.tables: dict[str, list[BlockTable]] = {}
+
+    @property
+    def pool(self) -> BlockPoolCore:
+        return self._pool
+
+    def count_free_blocks(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def is_free(self, block: KVCacheBlock) -> bool:
+        return block.ref_cnt == 0
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self.tables
+
+    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        return self._pool.get_new_blocks(num_blocks)
+
+    def touch(self, blocks: list[KVCacheBlock]) -> None:
+        self._pool.touch(blocks)
+
+    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        self._pool.free_blocks(blocks)
+
+    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
+        self.tables[request_id] = tables
+
+
+def list_tail_first(blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:
+    """The blocks in the order in which they are to be reused: group by group, each from its last on.
+
+    Null blocks are left out.
+    """
+    return [block for blocks in blocks_by_group for block in reversed(blocks) if not block.is_null]

@@ -1,0 +1,115 @@
+"""`ManagerSide`: one implementation's manager and its requests, driven by operations, and a picture of them.
+
+Blocks are named by their ids, the null block is 0. Hashes are named after the first request that had them, so
+that implementations may hash with different bytes.
+"""
+
+from abc import abstractmethod
+
+import msgspec
+from core.plain_operations import Side
+
+NUM_GROUP_BYTES = 4  # at the end of a key
+
+
+class ManagerSide(Side):
+    def __init__(self, classes, options):
+        super().__init__(classes)
+        self.options = options
+        self.requests = {}
+        self.prefixes = {}
+        self.hash_names = {}
+        self.manager = self.make_manager(options)
+        self.pool = self.manager.block_pool
+
+    @abstractmethod
+    def make_manager(self, options): ...
+
+    @abstractmethod
+    def make_request(self, request_id, token_ids): ...
+
+    # ---- requests ----------------------------------------------------------------------------------
+
+    def request(self, request_id, token_ids):
+        self.requests[request_id] = self.make_request(request_id, token_ids)
+        self.name_hashes(request_id)
+
+    def append(self, request_id, token_ids):
+        self.requests[request_id].append_output_token_ids(list(token_ids))
+        self.name_hashes(request_id)
+
+    def name_hashes(self, request_id):
+        for number, block_hash in enumerate(self.requests[request_id].block_hashes):
+            self.hash_names.setdefault(block_hash, (request_id, number))
+
+    def count_computed(self, request_id, num_tokens):
+        self.requests[request_id].num_computed_tokens += num_tokens
+
+    def forget(self, request_id):
+        del self.requests[request_id]
+
+    def begin_step(self):
+        """For a manager that wants to know; what else it does, the picture shows."""
+
+    # ---- the manager -------------------------------------------------------------------------------
+
+    def evict_blocks(self, block_ids):
+        self.manager.evict_blocks(set(block_ids))
+
+    def reset_prefix_cache(self):
+        return self.manager.reset_prefix_cache()
+
+    def cache_blocks(self, request_id, num_computed_tokens):
+        self.manager.cache_blocks(self.requests[request_id], num_computed_tokens)
+
+    def free(self, request_id):
+        self.manager.free(self.requests[request_id])
+        self.requests[request_id].num_computed_tokens = 0
+
+    def take_events(self):
+        return [self.name_event(msgspec.to_builtins(event)) for event in self.manager.take_events()]
+
+    def name_event(self, event):
+        if self.options["algorithm"] == "sha256_cbor":  # the same bytes everywhere
+            return event
+        return [type(event).__name__, len(event)]
+
+    # ---- what can be seen --------------------------------------------------------------------------
+
+    def list_cached(self):
+        """Block ids by key, of full blocks."""
+        cache = self.pool.cached_block_hash_to_block._cache
+        cached = {}
+        for key, stored in cache.items():
+            group_id = int.from_bytes(key[-NUM_GROUP_BYTES:], "big")
+            request_id, number = self.hash_names[key[:-NUM_GROUP_BYTES]]
+            stride = self.options["groups"][group_id]["block_size"] // self.options["hash_block_size"]
+            if (number + 1) % stride == 0:
+                cached[f"{request_id}:{number} of group {group_id}"] = sorted(ids_of(stored))
+        return cached
+
+    def picture(self):
+        return {
+            "tables": {request_id: self.table_ids(request_id) for request_id in self.requests},
+            "free": [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()],
+            "num_free": self.pool.get_num_free_blocks(),
+            "usage": self.manager.usage,
+            "cached": self.list_cached(),
+        }
+
+    @abstractmethod
+    def table_ids(self, request_id): ...
+
+
+def ids_of(stored):
+    return list(stored) if isinstance(stored, dict) else [stored.block_id]
+
+
+def ids(blocks):
+    return [block.block_id for block in blocks]
+
+
+def per_group(answer, num_groups):
+    """The new block ids, a list for each group."""
+    groups = [ids(blocks) for blocks in answer]
+    return groups or [[] for _ in range(num_groups)]

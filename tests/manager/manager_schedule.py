@@ -1,0 +1,392 @@
+"""`ManagerSchedule`: what a random engine asks of a manager, as plain operations for a `ManagerSide`.
+
+Sequences arrive with shared prefixes, wait, are admitted (a lookup, then slots for a chunk), computed chunk
+by chunk, decoded with and without drafts, preempted, aborted. Pools are small: slots are refused often.
+
+Left out, since no scheduler does it and vLLM says nothing of it, or leaves its state broken:
+
+- `allocate_slots` with a prefix that was looked up before other calls, or for another sequence
+- freeing a request without blocks: nothing there, an error here
+- no tokens at all: ValueError there, an empty answer here
+- a lookup while the request holds blocks
+"""
+
+import random
+from dataclasses import dataclass
+from math import ceil, gcd, lcm
+
+from core.plain_operations import has_raised
+
+WAITING, LOADING, RUNNING = "waiting", "loading", "running"
+
+MAX_REQUESTS = 8
+
+
+def full(block_size):
+    return {"kind": "full", "block_size": block_size}
+
+
+def window(block_size, sliding_window):
+    return {"kind": "window", "block_size": block_size, "sliding_window": sliding_window}
+
+
+def chunked(block_size, attention_chunk_size):
+    return {"kind": "chunked", "block_size": block_size, "attention_chunk_size": attention_chunk_size}
+
+
+def mamba(block_size, mode="align"):
+    return {"kind": "mamba", "block_size": block_size, "mode": mode}
+
+
+def some_window(rng, block_size, *, other=0):
+    """From two tokens to many blocks."""
+    return window(block_size, rng.choice([2, 2, 3, *range(2, 6 * block_size + 2)]) + other)
+
+
+def make_groups(kind, rng):
+    """The groups of one random configuration of this kind."""
+    unit = rng.choice([1, 2, 2, 4])
+    if kind == "full":
+        return [full(unit)]
+    if kind == "full groups":
+        return [full(unit) for _ in range(rng.randrange(2, 4))]
+    if kind == "full groups of other sizes":
+        return rng.choice([[full(unit), full(2 * unit)], [full(3 * unit), full(unit), full(unit)]])
+    if kind == "window":
+        return [some_window(rng, unit)]
+    if kind == "windows":
+        return [some_window(rng, unit), some_window(rng, unit, other=40)]
+    if kind == "full + window":
+        return [full(unit), some_window(rng, unit)][:: rng.choice([1, -1])]
+    if kind == "full + smaller window blocks":
+        coarse = rng.choice([2, 2, 3, 4]) * unit
+        return [full(coarse), some_window(rng, unit)][:: rng.choice([1, -1])]
+    if kind == "full + larger window blocks":
+        return [full(unit), some_window(rng, rng.choice([2, 3]) * unit)]
+    if kind == "full + windows":
+        groups = [full(unit), some_window(rng, unit), some_window(rng, unit, other=40), full(unit)]
+        if rng.random() < 0.5:
+            groups[1] = some_window(rng, 2 * unit)
+        return groups[: rng.randrange(3, 5)]
+    if kind == "chunked":
+        return [chunked(unit, rng.randrange(1, 6) * unit)]
+    if kind == "full + chunked":
+        size = rng.choice([rng.randrange(1, 6) * unit, rng.randrange(1, 6 * unit)])
+        return [full(unit), chunked(unit, size)]
+    if kind == "full + cross":
+        return [full(unit), {"kind": "cross", "block_size": unit}]
+    if kind == "full + uncached mamba":
+        return [full(unit), mamba(rng.randrange(4, 25) * unit, "none")]
+    if kind == "full + mamba":
+        return [full(unit), *(mamba(unit) for _ in range(rng.randrange(1, 3)))]
+    raise ValueError(kind)
+
+
+KINDS = (
+    "full",
+    "full groups",
+    "full groups of other sizes",
+    "window",
+    "windows",
+    "full + window",
+    "full + smaller window blocks",
+    "full + larger window blocks",
+    "full + windows",
+    "chunked",
+    "full + chunked",
+    "full + cross",
+    "full + mamba",
+    "full + uncached mamba",
+)
+
+
+@dataclass
+class Sequence:
+    """One request, as the engine sees it."""
+
+    request_id: str
+    tokens: list
+    num_prompt_tokens: int
+    state: str = WAITING
+    num_computed: int = 0
+    num_encoder_tokens: int = 0
+    is_known: bool = False  # was a new request of its own made for it?
+
+    @property
+    def is_prefilling(self):
+        return self.num_computed < len(self.tokens) - 1
+
+
+class ManagerSchedule:
+    def __init__(self, kind, seed):
+        self.rng = rng = random.Random(f"{kind} {seed}")
+        self.groups = make_groups(kind, rng)
+        sizes = [group["block_size"] for group in self.groups]
+        self.kinds = {group["kind"] for group in self.groups}
+        self.hash_block_size = gcd(*sizes)
+        self.alignment = lcm(*sizes)
+        self.has_drafts = rng.random() < 0.5 and "mamba" not in self.kinds
+        self.lookahead = rng.choice([1, 2, 5]) if self.has_drafts and rng.random() < 0.7 else 0
+        # Where vLLM caches the end of a prompt in mid-block, too, though nobody looks it up.
+        self.has_partial_keys = any(
+            group["kind"] == "full" and group["block_size"] > self.hash_block_size for group in self.groups
+        )
+        max_model_len = self.alignment * rng.randrange(4, 25) + rng.randrange(self.alignment)
+        if kind == "full + uncached mamba":
+            max_model_len = self.groups[1]["block_size"]  # one block per request, as vLLM has it
+        self.max_model_len = max_model_len
+        per_request = sum(ceil(max_model_len / size) for size in sizes)
+        num_blocks = 1 + rng.randrange(max(2, per_request // 3), rng.choice([1, 1, 3]) * per_request + 2)
+        self.max_chunk = rng.choice(
+            [max_model_len, max(self.alignment, max_model_len // rng.randrange(1, 9))]
+        )
+        self.options = {
+            "groups": self.groups,
+            "hash_block_size": self.hash_block_size,
+            "scheduler_block_size": self.alignment,
+            "num_blocks": num_blocks,
+            "caching": kind not in ("full + cross", "full + uncached mamba") and rng.random() < 0.93,
+            "max_model_len": max_model_len,
+            "max_in_flight_tokens": rng.choice([None, self.max_chunk, self.max_chunk + self.lookahead]),
+            "watermark": rng.choice([0.0, 0.0, 0.01, 0.1, 0.3]),
+            "events": rng.random() < 0.3 and not self.has_partial_keys,
+            "algorithm": rng.choice(["sha256_cbor", "sha256"]),
+        }
+        self.fits_whole = 0.0 if "mamba" in self.kinds else rng.choice([0.0, 0.3, 1.0])
+        # Where a chunk may end in mid-block, a load may leave blocks that vLLM counts as new, not as loaded.
+        chunks = [group["attention_chunk_size"] for group in self.groups if group["kind"] == "chunked"]
+        has_odd_chunks = any(chunk % self.alignment for chunk in chunks)
+        self.has_loads = not self.kinds & {"mamba", "cross"} and not has_odd_chunks
+        self.sequences = {}
+        self.num_requests = 0
+        self.documents = [self.some_tokens(max_model_len) for _ in range(rng.randrange(1, 4))]
+
+    def some_tokens(self, num_tokens):
+        return [self.rng.randrange(5) for _ in range(num_tokens)]
+
+    def of_state(self, *states):
+        return [sequence for sequence in self.sequences.values() if sequence.state in states]
+
+    def decide(self, side):
+        """Yield operations; each is answered by what the deciding side gave back."""
+        self.side = side
+        rng = self.rng
+        steps = {
+            self.arrive: 8,
+            self.admit: 14,
+            self.compute: 40,
+            self.finish_loading: 5,
+            self.finish: 3,
+            self.preempt: 2,
+            self.look: 3,
+            self.evict: 1,
+            self.reset: 1,
+            self.free_all_and_reset: 0.4,
+            self.take_events: 1,
+        }
+        while True:
+            (step,) = rng.choices(list(steps), list(steps.values()))
+            yield from step()
+
+    # ---- sequences come ----------------------------------------------------------------------------
+
+    def arrive(self):
+        rng = self.rng
+        if len(self.sequences) >= MAX_REQUESTS:
+            return
+        self.num_requests += 1
+        request_id = f"r{self.num_requests}"
+        document = rng.choice(self.documents)
+        shared = document[: rng.randrange(len(document) + 1)]
+        if rng.random() < 0.5:
+            shared = shared[: len(shared) // self.alignment * self.alignment]
+        num_own = rng.choice([0, 1, rng.randrange(1, 3 * self.alignment + 1)])
+        tokens = (shared + self.some_tokens(num_own))[: self.max_model_len - 1] or [1]
+        sequence = Sequence(request_id, tokens, len(tokens))
+        if "cross" in self.kinds:
+            sequence.num_encoder_tokens = rng.randrange(4 * self.alignment)
+        self.sequences[request_id] = sequence
+        yield ["request", request_id, list(tokens)]
+
+    def look(self):
+        waiting = self.of_state(WAITING)
+        if not waiting:
+            return
+        sequence = self.rng.choice(waiting)
+        limit = self.rng.choice([None, self.rng.randrange(len(sequence.tokens) + 1)])
+        yield ["look_up", sequence.request_id, limit]
+
+    def admit(self):
+        rng = self.rng
+        waiting = self.of_state(WAITING)
+        if not waiting:
+            return
+        sequence = rng.choice(waiting)
+        num_tokens = len(sequence.tokens)
+        yield ["begin_step"]
+        limit = None
+        if rng.random() < 0.1:
+            limit = rng.randrange(num_tokens)
+        num_hits, _ = yield ["look_up", sequence.request_id, limit]
+        num_left = num_tokens - num_hits
+        num_external = 0
+        if self.has_loads and rng.random() < 0.2 and num_left > 1:
+            num_external = rng.randrange(1, num_left)
+            if rng.random() < 0.8:
+                num_external -= (num_hits + num_external) % self.alignment
+            num_external = max(0, num_external)
+        if num_external and rng.random() < 0.6:
+            options = {"external": num_external, "delay": True}
+            if rng.random() < 0.3:
+                options["reserved"] = rng.randrange(6)
+            if rng.random() < self.fits_whole:
+                options["fit"] = True
+            answer = yield ["allocate", sequence.request_id, 0, True, options]
+            if answer is not None:
+                sequence.state = LOADING
+                yield from self.count_computed(sequence, num_hits + num_external)
+            return
+        num_new = self.some_chunk(sequence, num_hits + num_external)
+        if not num_new:
+            return
+        options = {}
+        if num_external:
+            options["external"] = num_external
+        if self.lookahead and rng.random() < 0.9:
+            options["lookahead"] = self.lookahead
+        if rng.random() < self.fits_whole:
+            options["fit"] = True
+        if rng.random() < 0.1:
+            options["reserved"] = rng.randrange(6)
+        if rng.random() < 0.05 and "mamba" not in self.kinds:
+            options["delay"] = True
+        if sequence.num_encoder_tokens:
+            options["encoder"] = sequence.num_encoder_tokens
+        answer = yield ["allocate", sequence.request_id, num_new, True, options]
+        if answer is not None:
+            sequence.state = RUNNING
+            yield from self.count_computed(sequence, num_hits + num_external + num_new)
+            if options.get("delay"):
+                yield ["cache_blocks", sequence.request_id, rng.randrange(sequence.num_computed + 1)]
+
+    def some_chunk(self, sequence, num_computed):
+        """How many tokens after the computed ones to compute next."""
+        rng = self.rng
+        num_left = len(sequence.tokens) - num_computed
+        num_new = min(num_left, self.max_chunk)
+        if rng.random() < 0.4:
+            num_new = rng.randrange(1, num_new + 1)
+        if "mamba" in self.kinds and self.options["caching"]:
+            # A chunk ends at a block, or at the end: states are kept there only.
+            end = num_computed + num_new
+            last_full = (len(sequence.tokens) - 1) // self.alignment * self.alignment
+            if num_computed < last_full:
+                end = min(max(num_computed, end // self.alignment * self.alignment), last_full)
+                num_new = end - num_computed
+            else:
+                num_new = num_left
+        return num_new
+
+    # ---- sequences run -----------------------------------------------------------------------------
+
+    def count_computed(self, sequence, num_tokens):
+        sequence.num_computed += num_tokens
+        yield ["count_computed", sequence.request_id, num_tokens]
+        if sequence.state == RUNNING and sequence.num_computed == len(sequence.tokens):
+            yield from self.append(sequence, 1)
+
+    def append(self, sequence, num_tokens):
+        tokens = self.some_tokens(num_tokens)
+        sequence.tokens.extend(tokens)
+        yield ["append", sequence.request_id, tokens]
+
+    def compute(self):
+        rng = self.rng
+        running = self.of_state(RUNNING)
+        if not running:
+            return
+        if rng.random() < 0.5:
+            running = [rng.choice(running)]
+        yield ["begin_step"]
+        for sequence in running:
+            if sequence.state != RUNNING:
+                continue  # preempted for one before it
+            if len(sequence.tokens) >= self.max_model_len:
+                yield from self.release(sequence, forget=True)
+                continue
+            num_drafts = 0
+            num_new = self.some_chunk(sequence, sequence.num_computed)
+            if not num_new:
+                continue
+            is_last = sequence.num_computed + num_new == len(sequence.tokens)
+            if is_last and self.has_drafts and rng.random() < 0.6:
+                num_drafts = rng.randrange(4)
+                num_drafts = min(num_drafts, self.max_model_len - 1 - len(sequence.tokens))
+            options = {"lookahead": self.lookahead} if self.lookahead else {}
+            while True:
+                answer = yield ["allocate", sequence.request_id, num_new + num_drafts, False, options]
+                if answer is not None:
+                    num_accepted = rng.randrange(num_drafts + 1)
+                    if num_accepted:
+                        yield from self.append(sequence, num_accepted)
+                    yield from self.count_computed(sequence, num_new + num_accepted)
+                    break
+                victim = rng.choice(self.of_state(RUNNING))
+                yield from self.release(victim, forget=rng.random() < 0.2)
+                if victim is sequence:
+                    break
+
+    def finish_loading(self):
+        loading = self.of_state(LOADING)
+        if not loading:
+            return
+        sequence = self.rng.choice(loading)
+        if self.rng.random() < 0.15:  # the transfer failed
+            yield from self.release(sequence, forget=self.rng.random() < 0.5)
+            return
+        yield ["cache_blocks", sequence.request_id, sequence.num_computed]
+        sequence.state = RUNNING
+
+    def release(self, sequence, *, forget):
+        """Its blocks go back: it waits again, or is done with."""
+        if sequence.state != WAITING:
+            yield ["free", sequence.request_id]
+        sequence.state = WAITING
+        sequence.num_computed = 0
+        if forget:
+            if self.rng.random() < 0.3:
+                self.documents = [*self.documents[-3:], list(sequence.tokens)]
+            del self.sequences[sequence.request_id]
+            yield ["forget", sequence.request_id]
+
+    def finish(self):
+        if self.sequences:
+            yield from self.release(self.rng.choice(list(self.sequences.values())), forget=True)
+
+    def preempt(self):
+        running = self.of_state(RUNNING)
+        if running:
+            yield from self.release(self.rng.choice(running), forget=False)
+
+    # ---- the cache as a whole ----------------------------------------------------------------------
+
+    def evict(self):
+        block_ids = range(1, self.options["num_blocks"])
+        if self.has_partial_keys or "mamba" in self.kinds:  # vLLM would cache such ends of a prompt again
+            block_ids = sorted(
+                block.block_id for block in self.side.pool.free_block_queue.get_all_free_blocks()
+            )
+        if block_ids:
+            yield ["evict_blocks", sorted(set(self.rng.choices(block_ids, k=3)))]
+
+    def reset(self):
+        yield ["reset_prefix_cache"]
+
+    def free_all_and_reset(self):
+        for sequence in list(self.sequences.values()):
+            yield from self.release(sequence, forget=self.rng.random() < 0.5)
+        answer = yield ["reset_prefix_cache"]
+        assert answer is True or has_raised(answer)
+
+    def take_events(self):
+        yield ["take_events"]

@@ -1,0 +1,240 @@
+"""The padded array of a batch's block tables, by example; the random test is beside it."""
+
+import doctest
+
+import numpy as np
+import pytest
+from manager.table_makers import append, drop_head, make_table, replace
+
+from kv_pool import BlockMove, InvalidArgumentError, InvalidTypeError
+from kv_pool.contiguous.compaction import Relocation
+from kv_pool.manager import batch_block_table
+from kv_pool.manager.batch_block_table import BatchBlockTable
+
+
+def make_batch(*tables, num_rows=4, num_columns=5, **options):
+    batch = BatchBlockTable(num_rows, num_columns, 4, **options)
+    for name, table in zip("abcd", tables, strict=False):
+        batch.add_request(name, table)
+    batch.update()
+    return batch
+
+
+def rows(batch):
+    """As a picture, a line per row in use."""
+    return [" ".join(map(str, row)) for row in batch.get_rows().tolist()]
+
+
+def test_rows_are_padded_with_the_null_block():
+    batch = make_batch(make_table(3, 1), make_table(7, 8, 9))
+    assert rows(batch) == ["3 1 0 0 0", "7 8 9 0 0"]
+    assert batch.block_ids.shape == (4, 5)
+    assert not batch.block_ids[2:].any()
+
+
+def test_an_update_says_which_rows_it_wrote():
+    first, second = make_table(3), make_table(7)
+    batch = make_batch(first, second)
+    append(second, 4, 5)
+    assert batch.update() == [1]
+    assert rows(batch) == ["3 0 0 0 0", "7 4 5 0 0"]
+    assert batch.update() == []
+
+
+def test_appending_leaves_the_entries_before_alone():
+    table = make_table(3, 4)
+    batch = make_batch(table)
+    batch.block_ids[0, 0] = 99  # what nobody writes again stays
+    append(table, 5)
+    batch.update()
+    assert rows(batch) == ["99 4 5 0 0"]
+
+
+@pytest.mark.parametrize("one_edit", [True, False])
+def test_a_window_that_moves_by_one_block_writes_the_head_only(one_edit):
+    table = make_table(3, 4, 5)
+    batch = make_batch(table)
+    batch.block_ids[0, 2] = 99
+    drop_head(table, 1, one_edit)
+    append(table, 6)
+    batch.update()
+    assert rows(batch) == ["0 4 99 6 0"]
+
+
+@pytest.mark.parametrize("one_edit", [True, False])
+def test_a_window_that_moves_far_and_a_copy_in_the_same_step(one_edit):
+    table = make_table(3, 4, 5, 6)
+    batch = make_batch(table)
+    drop_head(table, 2, one_edit)
+    replace(table, 2, 8)
+    batch.update()
+    assert rows(batch) == ["0 0 8 6 0"]
+
+
+def test_null_blocks_appended_beside_one_edit_do_not_look_like_a_window():
+    table = make_table(0, 0)
+    batch = make_batch(table)
+    append(table, 0, 7)
+    table.num_edits += 1
+    batch.update()
+    assert rows(batch) == ["0 0 0 7 0"]
+
+
+def test_a_copied_block_and_a_null_block_that_becomes_one_again_are_written():
+    table = make_table(3, 4)
+    batch = make_batch(table)
+    replace(table, 1, 9)
+    batch.update()
+    assert rows(batch) == ["3 9 0 0 0"]
+    drop_head(table, 2)
+    batch.update()
+    assert rows(batch) == ["0 0 0 0 0"]
+    replace(table, 0, 6)
+    batch.update()
+    assert rows(batch) == ["6 0 0 0 0"]
+    assert batch.update() == []
+
+
+def test_a_table_that_got_shorter_leaves_padding_behind():
+    table = make_table(3, 4, 5)
+    batch = make_batch(table)
+    del table.blocks[1:]
+    assert batch.update() == [0]
+    assert rows(batch) == ["3 0 0 0 0"]
+
+
+def test_the_last_row_moves_into_the_hole():
+    batch = make_batch(make_table(1, 2, 3), make_table(4), make_table(5, 6))
+    assert batch.remove_request("a") == 0
+    assert batch.list_request_ids() == ["c", "b"]
+    assert rows(batch) == ["5 6 0 0 0", "4 0 0 0 0"]
+    assert not batch.block_ids[2:].any()
+    assert batch.get_row_number("c") == 0
+    assert batch.remove_request("b") == 1
+    assert batch.remove_request("c") == 0
+    assert not batch.block_ids.any()
+    assert batch.num_requests == 0
+
+
+def test_a_request_that_was_never_written_moves_too():
+    batch = make_batch(make_table(1, 2, 3))
+    late = make_table(8)
+    batch.add_request("late", late)
+    batch.remove_request("a")
+    assert rows(batch) == ["0 0 0 0 0"]
+    batch.update()
+    assert rows(batch) == ["8 0 0 0 0"]
+
+
+def test_rows_can_be_swapped():
+    batch = make_batch(make_table(1, 2, 3), make_table(4))
+    batch.swap_rows(0, 1)
+    assert rows(batch) == ["4 0 0 0 0", "1 2 3 0 0"]
+    assert batch.list_request_ids() == ["b", "a"]
+    assert (batch.get_row_number("a"), batch.get_row_number("b")) == (1, 0)
+    with pytest.raises(InvalidArgumentError, match="row 2 is not one of the 2 rows"):
+        batch.swap_rows(0, 2)
+
+
+def test_moved_blocks_are_remapped_and_what_was_not_written_yet_comes_with_its_new_id():
+    first, second = make_table(5, 6), make_table(0, 7, 5)
+    batch = make_batch(first, second)
+    relocation = Relocation(1, [BlockMove(5, 2), BlockMove(7, 1)], 9)
+    for block in {*first.blocks, *second.blocks}:
+        block.block_id = {5: 2, 7: 1}.get(block.block_id, block.block_id)
+    batch.remap(relocation.make_remap())
+    assert rows(batch) == ["2 6 0 0 0", "0 1 2 0 0"]
+    append(first, 5)  # the old id, handed out again
+    batch.update()
+    assert rows(batch) == ["2 6 5 0 0", "0 1 2 0 0"]
+
+
+def test_rewriting_is_right_where_a_remap_was_missed():
+    table = make_table(5, 6)
+    batch = make_batch(table)
+    table.blocks[0].block_id = 2
+    assert batch.update() == []
+    batch.rewrite()
+    assert rows(batch) == ["2 6 0 0 0"]
+    assert batch.update() == []
+
+
+@pytest.mark.parametrize(
+    ("remap", "error", "words"),
+    [
+        (np.array([0, 1, 2]), InvalidArgumentError, "block 5 is in use here, the remap has ids 0 to 2"),
+        (np.array([1, 0, 2, 3, 4, 5]), InvalidArgumentError, "null block, 0, does not map to itself"),
+        (np.array([], np.int32), InvalidArgumentError, "null block"),
+        (np.zeros((6, 1), np.int32), InvalidTypeError, "int32 of shape"),
+        (np.zeros(6), InvalidTypeError, "float64"),
+    ],
+)
+def test_a_remap_that_cannot_be_meant_changes_nothing(remap, error, words):
+    batch = make_batch(make_table(1, 2), make_table(5))
+    with pytest.raises(error, match=words):
+        batch.remap(remap)
+    assert rows(batch) == ["1 2 0 0 0", "5 0 0 0 0"]
+
+
+def test_a_table_longer_than_a_row_is_refused_before_any_row_is_written():
+    first, second = make_table(1), make_table(2)
+    batch = make_batch(first, second)
+    append(first, 3)
+    append(second, 4, 5, 6, 7, 8)
+    for call in (batch.update, batch.rewrite):
+        with pytest.raises(InvalidArgumentError, match="'b' has 6 blocks, a row has room for 5"):
+            call()
+        assert rows(batch) == ["1 0 0 0 0", "2 0 0 0 0"]
+    del second.blocks[5:]
+    assert batch.update() == [0, 1]
+
+
+def test_the_callers_mistakes_change_nothing():
+    batch = make_batch(make_table(1), make_table(2), num_rows=2)
+    with pytest.raises(InvalidArgumentError, match="'a' has row 0 already"):
+        batch.add_request("a", make_table(3))
+    with pytest.raises(InvalidArgumentError, match="all 2 rows are taken"):
+        batch.add_request("c", make_table(3))
+    for call in (batch.remove_request, batch.get_row_number):
+        with pytest.raises(InvalidArgumentError, match="'c' has no row"):
+            call("c")
+    assert rows(batch) == ["1 0 0 0 0", "2 0 0 0 0"]
+
+
+def test_an_array_of_the_callers_is_written_in_place():
+    array = np.full((4, 5), -7, np.int64)
+    batch = make_batch(make_table(2**31 - 1), dtype=np.int64, array=array)
+    assert batch.block_ids is array
+    assert array[0].tolist() == [2**31 - 1, 0, 0, 0, 0]
+    assert not array[1:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"array": np.zeros((4, 6), np.int32)}, "shape"),
+        ({"array": np.zeros((4, 5), np.int64)}, "int64"),
+        ({"array": np.zeros((5, 4), np.int32).T}, "contiguous"),
+        ({"dtype": np.int16}, "int32 or int64"),
+        ({"null_block_id": -1}, "null_block_id -1"),
+        ({"num_rows": 0}, "max_num_requests is 0"),
+        ({"num_columns": 0}, "max_num_blocks_per_request is 0"),
+    ],
+)
+def test_an_array_that_cannot_be_meant_is_refused(options, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        make_batch(**options)
+
+
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(InvalidTypeError, match="block_size is a number"):
+        BatchBlockTable(1, 1, 4.0)
+
+
+def test_another_null_block_pads_too():
+    batch = make_batch(make_table(3), null_block_id=9)
+    assert rows(batch) == ["3 9 9 9 9"]
+
+
+def test_the_examples_of_the_docstrings_run():
+    assert doctest.testmod(batch_block_table).attempted == 8

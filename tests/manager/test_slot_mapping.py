@@ -1,0 +1,123 @@
+"""Slots of a step by example; against a slow loop in test_batch_block_table_random.py."""
+
+import numpy as np
+import pytest
+from manager.table_makers import drop_head, make_table
+
+from kv_pool import InvalidArgumentError, InvalidTypeError
+from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.positions import list_slots
+from kv_pool.manager.slot_mapping import PAD_SLOT_ID, SlotMapping
+
+
+def make_mapping(*tables, max_num_tokens=12, **options):
+    batch = BatchBlockTable(4, 3, 4)
+    for name, table in zip("abcd", tables, strict=False):
+        batch.add_request(name, table)
+    batch.update()
+    return SlotMapping(batch, max_num_tokens, **options)
+
+
+def integers(*values):
+    return np.array(values, np.int32)
+
+
+def test_decode_takes_one_position_per_row():
+    mapping = make_mapping(make_table(7, 2), make_table(9), make_table(5, 3, 8))
+    assert mapping.fill_decode(integers(5, 0, 11)).tolist() == [2 * 4 + 1, 9 * 4, 8 * 4 + 3]
+
+
+def test_chunks_are_laid_out_as_query_start_loc_says():
+    mapping = make_mapping(make_table(7, 2), make_table(9), make_table(5, 3, 8))
+    found = mapping.fill_chunks(integers(0, 4, 4, 7), integers(2, 1, 9))
+    assert found.tolist() == [30, 31, 8, 9, 33, 34, 35]
+    assert found[:4].tolist() == list_slots([7, 2], 2, 6, 4).tolist()
+    assert found.dtype == np.int64
+    assert found.base is mapping.slots
+
+
+def test_places_behind_the_last_token_are_padding():
+    mapping = make_mapping(make_table(7, 2), make_table(9))
+    assert mapping.fill_decode(integers(5, 0), num_slots=4).tolist() == [9, 36, -1, -1]
+    assert mapping.fill_chunks(integers(0, 2), integers(0), num_slots=3).tolist() == [28, 29, PAD_SLOT_ID]
+    assert mapping.fill_chunks(integers(0), integers(), num_slots=2).tolist() == [-1, -1]
+    assert mapping.fill_decode(integers()).tolist() == []
+
+
+def test_an_array_of_the_callers_is_written_in_place():
+    array = np.zeros(12, np.int64)
+    mapping = make_mapping(make_table(7), array=array)
+    assert mapping.fill_decode(integers(1)).base is array
+    assert array[0] == 29
+    with pytest.raises(InvalidArgumentError, match="int32"):
+        make_mapping(array=np.zeros(12, np.int32))
+    with pytest.raises(InvalidArgumentError, match="max_num_tokens is 0"):
+        make_mapping(max_num_tokens=0)
+
+
+WRONG_PLACES = [
+    (8, "'b', row 1: no slot at position 8, 2 blocks of 4 tokens"),
+    (12, "'b', row 1: no slot at position 12"),
+    (-1, "'b', row 1: no slot at position -1"),
+    (2**40, "no slot at position 1099511627776"),
+]
+
+
+@pytest.mark.parametrize(("position", "words"), WRONG_PLACES)
+def test_a_position_without_a_block_raises_and_changes_nothing(position, words):
+    mapping = make_mapping(make_table(7, 2, 3), make_table(9, 6), make_table(1, 4, 5))
+    mapping.fill_decode(integers(0, 0, 0))
+    before = mapping.slots.copy()
+    with pytest.raises(InvalidArgumentError, match=words):
+        mapping.fill_decode(np.array([0, position, 0]))
+    with pytest.raises(InvalidArgumentError, match=words):
+        mapping.fill_chunks(integers(0, 1, 2), np.array([0, position]))
+    assert mapping.slots.tolist() == before.tolist()
+
+
+def test_a_chunk_that_runs_out_of_its_row_does_not_run_into_the_next():
+    mapping = make_mapping(make_table(7, 2, 3), make_table(9, 6))
+    with pytest.raises(InvalidArgumentError, match="'a', row 0: no slot at position 12, 3 blocks"):
+        mapping.fill_chunks(integers(0, 5, 6), integers(8, 0))
+
+
+def test_a_position_before_the_window_has_no_slot():
+    table = make_table(7, 2, 3)
+    mapping = make_mapping(table)
+    drop_head(table, 1)
+    mapping.batch.update()
+    with pytest.raises(InvalidArgumentError, match="no slot at position 3, 2 blocks"):
+        mapping.fill_decode(integers(3))
+    assert mapping.fill_decode(integers(4)).tolist() == [8]
+
+
+def test_a_row_without_tokens_may_have_any_first_position():
+    mapping = make_mapping(make_table(7), make_table(9))
+    assert mapping.fill_chunks(integers(0, 0, 1), integers(99, 3)).tolist() == [39]
+    assert mapping.fill_chunks(integers(0, 0, 1), integers(-9, 3)).tolist() == [39]
+
+
+@pytest.mark.parametrize(
+    ("query_start_loc", "first_positions", "words"),
+    [
+        ((0, 1), (0, 0), "2 entries for 2 first_positions"),
+        ((1, 2), (0,), "does not start at 0"),
+        ((0, 2, 1), (0, 0), "goes down"),
+        ((0, 1, 2, 3), (0, 0, 0), "positions for 3 rows, the batch has 2 requests"),
+        ((0, 13), (0,), "13 tokens in an answer of 13"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused(query_start_loc, first_positions, words):
+    mapping = make_mapping(make_table(7, 2, 3), make_table(9))
+    with pytest.raises(InvalidArgumentError, match=words):
+        mapping.fill_chunks(integers(*query_start_loc), integers(*first_positions))
+
+
+def test_an_answer_shorter_than_its_tokens_is_refused():
+    mapping = make_mapping(make_table(7), make_table(9))
+    with pytest.raises(InvalidArgumentError, match="2 tokens in an answer of 1"):
+        mapping.fill_decode(integers(0, 1), num_slots=1)
+    with pytest.raises(InvalidArgumentError, match="positions for 3 rows"):
+        mapping.fill_decode(integers(0, 1, 2))
+    with pytest.raises(InvalidTypeError, match="positions are integers in one dimension, not float64"):
+        mapping.fill_decode(np.array([0.0]))

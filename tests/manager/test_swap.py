@@ -1,0 +1,709 @@
+import pytest
+from drawing import state
+from manager.swap_engine import SwapEngine
+
+from kv_pool import (
+    BlockPool,
+    BlockRemoved,
+    BlockStored,
+    BlockSwapper,
+    CopyFailedError,
+    InvalidArgumentError,
+    InvalidBlockError,
+    InvalidTypeError,
+    KVCacheManager,
+    PlanClosedError,
+)
+from kv_pool.manager import swap_invariants
+from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
+
+
+def picture(engine):
+    """Both pools, and who is where."""
+    manager, swapper = engine.manager, engine.swapper
+    groups = range(len(manager.groups))
+    return (
+        state(manager.block_pool),
+        state(swapper.host_pool),
+        {name: [manager.get_block_ids(name, i) for i in groups] for name in manager.list_request_ids()},
+        {name: [swapper.get_host_block_ids(name, i) for i in groups] for name in swapper.list_swapped_out()},
+        [repr(plan) for plan in swapper.list_open_plans()],
+    )
+
+
+def started(engine, name, tokens):
+    request = engine.make_request(name, tokens)
+    assert engine.start(request) is not None
+    return request
+
+
+def swapped(engine, name, tokens):
+    request = started(engine, name, tokens)
+    engine.run(engine.swapper.swap_out(request))
+    return request
+
+
+def moves(plan):
+    return [tuple(move) for move in plan.moves]
+
+
+# ---- out -----------------------------------------------------------------------------------------
+
+
+def test_a_swapped_request_has_its_blocks_on_the_host_and_leaves_what_was_cached_findable():
+    engine = SwapEngine(8, 8)
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+    assert moves(plan) == [(1, 1), (2, 2), (3, 3)]
+    engine.run(plan)
+    assert state(engine.manager.block_pool) == "free: 3 4 5 6 7 8 2* 1*"
+    assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+    assert engine.swapper.get_host_block_ids("a") == [1, 2, 3]
+    assert not engine.manager.holds_blocks("a")
+    engine.check_on_host(request)
+    swap_invariants.check(engine.swapper)
+
+
+def test_while_the_plan_is_open_nobody_gets_its_blocks():
+    engine = SwapEngine(4, 4)
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+    assert state(engine.manager.block_pool) == "free: 4 | in use: 1* 2* 3"
+    assert engine.manager.allocate_slots(engine.make_request("b", range(90, 98)), 8) is None
+    swap_invariants.check(engine.swapper)
+    engine.run(plan)
+
+
+def test_a_failed_copy_leaves_the_request_running_in_its_blocks():
+    engine = SwapEngine(8, 8, events=True)
+    request = started(engine, "a", range(10))
+    engine.swapper.take_events()
+    before = picture(engine)
+    for num_done in range(3):
+        with pytest.raises(CopyFailedError):
+            engine.fail(engine.swapper.swap_out(request), num_done)
+        after = picture(engine)
+        assert (after[0], after[2:]) == (before[0], before[2:])
+        assert engine.swapper.host_pool.get_num_free_blocks() == 8
+        engine.check(request)
+        engine.check_cached()
+    assert engine.swapper.take_events() == []
+    request.append_output_token_ids([7])
+    assert engine.grow(request, 1)
+
+
+def test_blocks_that_the_host_has_are_shared_and_not_copied():
+    engine = SwapEngine(8, 8)
+    swapped(engine, "a", range(10))
+    second = started(engine, "b", [*range(8), 70, 71])
+    plan = engine.swapper.swap_out(second)
+    assert (moves(plan), plan.num_shared_blocks) == ([(3, 4)], 2)
+    engine.run(plan)
+    assert state(engine.swapper.host_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
+    engine.check_on_host(second)
+
+
+def test_a_block_on_the_host_that_is_free_is_shared_before_blocks_are_taken():
+    engine = SwapEngine(8, 3)
+    engine.swapper.drop(swapped(engine, "a", range(8)))
+    assert state(engine.swapper.host_pool) == "free: 3 2* 1*"
+    second = started(engine, "b", range(12))
+    assert engine.swapper.can_swap_out(second) is AllocStatus.OK
+    plan = engine.swapper.swap_out(second)
+    assert moves(plan) == [(3, 3)]
+    engine.run(plan)
+    engine.check_on_host(second)
+
+
+def test_a_block_that_was_reported_invalid_is_not_findable_on_the_host():
+    engine = SwapEngine(8, 8)
+    request = started(engine, "a", range(12))
+    engine.manager.evict_blocks([2])
+    engine.run(engine.swapper.swap_out(request))
+    assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3*"
+    engine.run(engine.swapper.swap_in(request))
+    assert engine.manager.get_table("a").num_cached_blocks == 3
+    engine.check(request)
+
+
+def test_a_block_that_turns_out_invalid_while_it_is_copied_is_not_findable_on_the_host():
+    engine = SwapEngine(8, 8)
+    request = started(engine, "a", range(12))
+    plan = engine.swapper.swap_out(request)
+    engine.manager.evict_blocks([2])
+    engine.run(plan)
+    assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3*"
+
+
+def test_a_block_that_is_cached_but_not_computed_is_not_findable_on_the_host():
+    engine = SwapEngine(8, 8)
+    request = engine.make_request("a", range(12))
+    engine.manager.allocate_slots(request, 12)
+    request.num_computed_tokens = 6  # as after half of a step
+    plan = engine.swapper.swap_out(request)
+    engine.copy(plan)
+    plan.commit()
+    assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
+    plan = engine.swapper.swap_in(request)
+    assert (len(plan.moves), plan.num_shared_blocks) == (2, 1)
+    engine.copy(plan)
+    plan.commit()
+    assert engine.manager.get_table("a").num_cached_blocks == 1
+
+
+def test_a_block_that_is_findable_by_a_part_of_its_tokens_is_not_taken_for_all_of_them():
+    engine = SwapEngine(8, 8, (FullAttentionSpec(block_size=8),))
+    request = engine.make_request("a", range(16))
+    engine.manager.allocate_slots(request, 16, delay_cache_blocks=True)
+    pool = engine.manager.block_pool
+    pool.cache_partial_block(request, pool.blocks[1], 4, 0, 8)
+    engine.compute(request, 0, 16)
+    engine.manager.get_table("a").num_cached_blocks = 0
+    engine.run(engine.swapper.swap_out(request))
+    assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 | in use: 1 2"
+
+
+def test_a_fork_stays_where_it_is_when_its_parent_is_swapped_out():
+    engine = SwapEngine(8, 8)
+    parent = started(engine, "p", range(10))
+    child = engine.make_request("c", range(10))
+    child.num_computed_tokens = 10
+    engine.manager.fork(parent, child)
+    engine.run(engine.swapper.swap_out(parent))
+    assert state(engine.manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
+    child.append_output_token_ids([50])
+    assert engine.grow(child, 1)
+    engine.run(engine.swapper.swap_in(parent))
+    assert engine.manager.get_block_ids("p") == [1, 2, 4]
+    parent.append_output_token_ids([60])
+    assert engine.grow(parent, 1)
+    engine.check(child)
+
+
+def test_blocks_that_wait_for_their_content_are_not_swapped():
+    engine = SwapEngine(8, 8)
+    parent = started(engine, "p", range(10))
+    child = engine.make_request("c", range(10))
+    child.num_computed_tokens = 10
+    engine.manager.fork(parent, child)
+    child.append_output_token_ids([50])
+    engine.manager.allocate_slots(child, 1)
+    before = picture(engine)
+    for call in (engine.swapper.can_swap_out, engine.swapper.swap_out):
+        with pytest.raises(InvalidArgumentError, match="take_block_copies"):
+            call(child)
+    assert picture(engine) == before
+
+
+def test_whether_a_request_can_be_swapped_out():
+    engine = SwapEngine(8, 4)
+    first, second = started(engine, "a", range(10)), started(engine, "b", range(50, 60))
+    assert engine.swapper.can_swap_out(first) is AllocStatus.OK
+    engine.run(engine.swapper.swap_out(first))
+    before = picture(engine)
+    assert engine.swapper.can_swap_out(second) is AllocStatus.LATER
+    assert engine.swapper.swap_out(second) is None
+    assert picture(engine) == before
+    engine.run(engine.swapper.swap_in(first))
+    assert engine.swapper.can_swap_out(second) is AllocStatus.OK
+    engine.manager.free(first)
+    third = started(engine, "c", range(70, 90))
+    assert engine.swapper.can_swap_out(third) is AllocStatus.NEVER
+    assert engine.swapper.swap_out(third) is None
+
+
+# ---- in ------------------------------------------------------------------------------------------
+
+
+def test_a_request_comes_back_with_what_was_reused_copied_and_the_rest_shared():
+    engine = SwapEngine(4, 8)
+    request = swapped(engine, "a", range(10))
+    assert state(engine.manager.block_pool) == "free: 3 4 2* 1*"
+    other = started(engine, "b", range(50, 60))  # takes 3, 4 and 2
+    engine.manager.free(other)
+    edits = engine.swapper._host.tables["a"][0].num_edits
+    plan = engine.swapper.swap_in(request)
+    assert (len(plan.moves), plan.num_shared_blocks, plan.num_computed_tokens) == (2, 1, 10)
+    assert not engine.swapper.is_swapped_out("a")
+    assert not engine.manager.holds_blocks("a")
+    swap_invariants.check(engine.swapper)
+    engine.run(plan)
+    table = engine.manager.get_table("a")
+    assert (table.num_cached_blocks, table.num_edits) == (2, edits + 1)
+    assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 2* 1*"
+    engine.check(request)
+    engine.check_cached()
+    again = engine.make_request("c", range(10))
+    assert engine.manager.get_computed_blocks(again).num_tokens == 8
+    request.append_output_token_ids([1, 2, 3])
+    assert engine.grow(request, 3)
+    swap_invariants.check(engine.swapper)
+
+
+def test_a_failed_copy_leaves_the_request_swapped_out():
+    engine = SwapEngine(4, 8, events=True)
+    request = swapped(engine, "a", range(10))
+    engine.manager.free(started(engine, "b", range(50, 66)))
+    engine.swapper.take_events()
+    before = picture(engine)
+    for num_done in range(3):
+        with pytest.raises(CopyFailedError):
+            engine.fail(engine.swapper.swap_in(request), num_done)
+        assert picture(engine)[1:] == before[1:]
+        engine.check_on_host(request)
+        engine.check_cached()
+    engine.run(engine.swapper.swap_in(request))
+    engine.check(request)
+
+
+def test_swap_in_leaves_room_for_the_next_step():
+    engine = SwapEngine(4, 8)
+    request = swapped(engine, "a", range(8))
+    other = started(engine, "b", range(50, 54))
+    request.append_output_token_ids([1, 2])
+    assert engine.swapper.can_swap_in(request) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=2) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=3) is AllocStatus.LATER
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=7) is AllocStatus.NEVER
+    assert engine.swapper.can_swap_in(request, 7, num_new_tokens=0) is AllocStatus.LATER
+    assert engine.swapper.can_swap_in(request, 4, num_new_tokens=0) is AllocStatus.OK
+    before = picture(engine)
+    assert engine.swapper.swap_in(request, num_lookahead_tokens=3) is None
+    assert picture(engine) == before
+    engine.run(engine.swapper.swap_in(request, num_lookahead_tokens=2))
+    assert engine.manager.allocate_slots(request, 2, num_lookahead_tokens=2) is not None
+    engine.manager.free(other)
+
+
+def test_the_watermark_counts_while_others_hold_blocks():
+    engine = SwapEngine(9, 8, watermark=0.3)  # 3 blocks
+    request = swapped(engine, "a", range(19))
+    other = started(engine, "b", range(50, 58))
+    assert engine.swapper.can_swap_in(request) is AllocStatus.LATER
+    assert engine.swapper.swap_in(request) is None
+    engine.manager.free(other)
+    # Alone it needs no more than there is: it would wait for nobody.
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=17) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=18) is AllocStatus.NEVER
+    engine.run(engine.swapper.swap_in(request))
+
+
+def test_a_swapped_request_keeps_its_count_of_computed_tokens():
+    engine = SwapEngine()
+    request = swapped(engine, "a", range(10))
+    request.num_computed_tokens = 0
+    before = picture(engine)
+    for call in (engine.swapper.can_swap_in, engine.swapper.swap_in):
+        with pytest.raises(InvalidArgumentError, match="swapped out with 10"):
+            call(request)
+    assert picture(engine) == before
+
+
+def test_a_dropped_request_leaves_its_prefix_on_the_host():
+    engine = SwapEngine()
+    request = swapped(engine, "a", range(10))
+    engine.swapper.drop(request)
+    assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 2* 1*"
+    assert engine.swapper.list_swapped_out() == []
+    swap_invariants.check(engine.swapper)
+    before = picture(engine)
+    with pytest.raises(InvalidArgumentError, match="not swapped out"):
+        engine.swapper.drop(request)
+    assert picture(engine) == before
+    assert engine.swapper.reset_prefix_cache()
+    assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 2 1"
+
+
+# ---- prefixes from the host ----------------------------------------------------------------------
+
+
+def forgotten_on_device(engine, tokens):
+    """A prefix that only the host has."""
+    engine.swapper.drop(swapped(engine, "first", tokens))
+    assert engine.manager.reset_prefix_cache()
+
+
+def test_another_request_gets_a_swapped_prefix():
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(20))
+    request = engine.make_request("b", [*range(14), 70, 71])
+    assert engine.manager.get_computed_blocks(request).num_tokens == 0
+    assert engine.swapper.find_host_prefix(request) == 12
+    plan, _ = engine.start_with_host(request)
+    assert [source for source, _ in moves(plan)] == [1, 2, 3]
+    assert (plan.num_computed_tokens, plan.num_shared_blocks) == (12, 0)
+    assert state(engine.swapper.host_pool) == "free: 6 7 8 5* 4* | in use: 1* 2* 3*"
+    swap_invariants.check(engine.swapper)
+    engine.run(plan)
+    request.num_computed_tokens = plan.num_computed_tokens
+    engine.check(request)
+    engine.check_cached()
+    assert engine.manager.get_table("b").num_cached_blocks == 3
+    assert state(engine.swapper.host_pool) == "free: 6 7 8 5* 4* 3* 2* 1*"
+    third = engine.make_request("c", range(14))
+    assert engine.manager.get_computed_blocks(third).num_tokens == 12
+    assert engine.grow(request, 4)
+
+
+def test_the_host_adds_to_what_the_device_has():
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(16))
+    engine.manager.free(started(engine, "b", range(9)))
+    request = engine.make_request("c", range(20))
+    prefix = engine.manager.get_computed_blocks(request)
+    assert prefix.num_tokens == 8
+    assert engine.swapper.find_host_prefix(request, 8) == 8
+    assert engine.swapper.find_host_prefix(request, 8, max_num_tokens=15) == 4
+    plan = engine.swapper.plan_host_hit(request, 8, prefix, num_new_tokens=4)
+    assert [source for source, _ in moves(plan)] == [3, 4]
+    engine.run(plan)
+    request.num_computed_tokens = 16
+    engine.check(request)
+    assert engine.grow(request, 4)
+    swap_invariants.check(engine.swapper)
+
+
+def test_all_tokens_but_the_last_are_looked_for():
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(8))
+    assert engine.swapper.find_host_prefix(engine.make_request("b", range(8))) == 4
+    assert engine.swapper.find_host_prefix(engine.make_request("b", range(8)), max_num_tokens=8) == 8
+    assert engine.swapper.find_host_prefix(engine.make_request("b", range(1, 9))) == 0
+
+
+def test_a_prefix_that_did_not_arrive_leaves_the_request_without_blocks():
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(16))
+    engine.manager.free(started(engine, "b", range(5)))
+    request = engine.make_request("c", range(20))
+    before = picture(engine)
+    for num_done in range(3):
+        plan, _ = engine.start_with_host(request)
+        with pytest.raises(CopyFailedError):
+            engine.fail(plan, num_done)
+        assert picture(engine)[2:] == before[2:]
+        engine.check_cached()
+        assert engine.manager.get_num_free_blocks() == 8
+        assert engine.swapper.find_host_prefix(request, 4) == 12
+    assert engine.start(request) == 4
+
+
+def test_a_host_block_that_a_plan_reads_is_not_reused():
+    engine = SwapEngine(8, 4)
+    forgotten_on_device(engine, range(8))
+    plan, _ = engine.start_with_host(engine.make_request("b", range(9)))
+    other = started(engine, "c", range(50, 59))
+    assert state(engine.swapper.host_pool) == "free: 3 4 | in use: 1* 2*"
+    assert engine.swapper.can_swap_out(other) is AllocStatus.LATER
+    engine.run(plan)
+    assert engine.swapper.can_swap_out(other) is AllocStatus.OK
+
+
+def test_a_prefix_that_does_not_fit_changes_nothing():
+    engine = SwapEngine(4, 8)
+    engine.swapper.drop(swapped(engine, "a", range(16)))
+    started(engine, "b", range(50, 60))
+    request = engine.make_request("c", range(17))
+    before = picture(engine)
+    assert engine.start_with_host(request)[0] is None
+    assert picture(engine) == before
+
+
+def test_a_prefix_that_is_not_there_any_more_is_refused():
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(8))
+    request = engine.make_request("b", range(12))
+    engine.swapper.host_pool.evict_blocks([2])
+    before = picture(engine)
+    with pytest.raises(InvalidBlockError, match="call find_host_prefix"):
+        engine.swapper.plan_host_hit(request, 8)
+    for num_tokens in (0, -4, 3, 16):
+        with pytest.raises(InvalidArgumentError, match="num_host_tokens"):
+            engine.swapper.plan_host_hit(request, num_tokens)
+    with pytest.raises(InvalidArgumentError, match="num_device_tokens"):
+        engine.swapper.find_host_prefix(request, 3)
+    assert picture(engine) == before
+
+
+# ---- several groups ------------------------------------------------------------------------------
+
+
+def test_a_window_takes_no_more_to_the_host_than_its_next_token_needs():
+    engine = SwapEngine(12, 12, FULL_AND_WINDOW)
+    request = started(engine, "a", range(18))
+    assert engine.manager.get_block_ids("a", 1) == [6, 7, 8, 9, 10]
+    plan = engine.swapper.swap_out(request)
+    assert moves(plan) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (9, 6), (10, 7)]
+    engine.run(plan)
+    assert engine.swapper.get_host_block_ids("a", 1) == [0, 0, 0, 6, 7]
+    engine.check_on_host(request)
+    assert engine.manager.get_num_free_blocks() == 12
+    engine.manager.free(started(engine, "b", range(50, 74)))
+    engine.run(engine.swapper.swap_in(request))
+    assert engine.manager.get_table("a", 1).num_null_blocks == 3
+    engine.check(request)
+    engine.check_cached()
+    request.append_output_token_ids([1, 2, 3, 4, 5, 6, 7])
+    assert engine.grow(request, 7)
+    swap_invariants.check(engine.swapper)
+    engine.manager.free(request)
+
+
+def test_a_swapped_prefix_of_several_groups_is_as_long_as_all_have_it():
+    engine = SwapEngine(12, 12, FULL_AND_WINDOW)
+    forgotten_on_device(engine, range(18))
+    request = engine.make_request("b", range(30))
+    # The window has blocks for 16 tokens, and none for less.
+    assert engine.swapper.find_host_prefix(request) == 0
+    longer = SwapEngine(12, 12, FULL_AND_WINDOW)
+    forgotten_on_device(longer, range(16))
+    request = longer.make_request("b", range(20))
+    assert longer.swapper.find_host_prefix(request) == 16
+    assert longer.swapper.find_host_prefix(request, max_num_tokens=15) == 0
+    plan, _ = longer.start_with_host(request)
+    assert [source for source, _ in moves(plan)] == [1, 2, 3, 4, 5, 6]
+    longer.run(plan)
+    request.num_computed_tokens = 16
+    longer.check(request)
+    longer.check_cached()
+    assert longer.grow(request, 4)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (FullAttentionSpec(block_size=8), ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8)),
+        (FullAttentionSpec(block_size=4), MambaSpec(block_size=8)),
+        (SlidingWindowSpec(block_size=4, sliding_window=4),),
+    ],
+)
+def test_other_groups_come_and_go(groups):
+    engine = SwapEngine(16, 16, groups)
+    request = started(engine, "a", range(16))
+    for token in range(100, 110):
+        engine.run(engine.swapper.swap_out(request))
+        engine.check_on_host(request)
+        engine.manager.free(started(engine, "filler", range(50, 66)))
+        engine.run(engine.swapper.swap_in(request))
+        request.append_output_token_ids([token])
+        assert engine.grow(request, 1)
+        swap_invariants.check(engine.swapper)
+        engine.check_cached()
+    engine.manager.free(request)
+    assert engine.manager.get_num_free_blocks() == 16
+    assert engine.swapper.host_pool.get_num_free_blocks() == 16
+
+
+def test_encoder_blocks_go_along():
+    groups = (FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4))
+    engine = SwapEngine(16, 16, groups)
+    request = engine.make_request("a", range(6))
+    engine.manager.allocate_slots(request, 6, num_encoder_tokens=10)
+    request.num_computed_tokens = 6
+    engine.device_kv[3:6] = [[1] * 4, [2] * 4, [3] * 4]
+    engine.run(engine.swapper.swap_out(request))
+    engine.device_kv[:] = 0
+    # 3 of 16 blocks are the encoder's, however many tokens are decoded.
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=46) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=47) is AllocStatus.NEVER
+    engine.run(engine.swapper.swap_in(request))
+    assert engine.device_kv[engine.manager.get_block_ids("a", 1)].tolist() == [[1] * 4, [2] * 4, [3] * 4]
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+def test_both_pools_tell_what_they_store_the_device_first():
+    engine = SwapEngine(3, 4, events=True)
+    request = swapped(engine, "a", range(9))
+    events = engine.swapper.take_events()
+    assert [(type(e), e.medium, len(e.block_hashes)) for e in events] == [
+        (BlockStored, "GPU", 2),
+        (BlockStored, "CPU", 2),
+    ]
+    assert events[0].block_hashes == events[1].block_hashes
+    assert events[1].token_ids == list(range(8))
+    assert [e.kv_cache_spec_kind for e in events] == ["full_attention"] * 2
+    engine.manager.free(started(engine, "b", range(50, 62)))
+    engine.swapper.take_events()
+    engine.run(engine.swapper.swap_in(request))
+    events = engine.swapper.take_events()
+    assert [(type(e), e.medium) for e in events] == [(BlockRemoved, "GPU")] * 3 + [(BlockStored, "GPU")]
+    assert engine.swapper.take_events() == []
+
+
+def test_what_the_host_has_already_is_not_told_again():
+    engine = SwapEngine(8, 8, events=True)
+    swapped(engine, "a", range(8))
+    request = started(engine, "b", range(16))
+    engine.swapper.take_events()
+    engine.run(engine.swapper.swap_out(request))
+    (event,) = engine.swapper.take_events()
+    assert (event.medium, event.token_ids) == ("CPU", list(range(8, 16)))
+    assert event.parent_block_hash is not None
+
+
+def test_the_host_tells_what_it_reuses():
+    engine = SwapEngine(8, 2, events=True)
+    engine.swapper.drop(swapped(engine, "a", range(8)))
+    engine.swapper.take_events()
+    swapped(engine, "b", range(50, 58))
+    told = [(type(e), e.medium) for e in engine.swapper.take_events()]
+    assert told == [
+        (BlockStored, "GPU"),
+        (BlockRemoved, "CPU"),
+        (BlockRemoved, "CPU"),
+        (BlockStored, "CPU"),
+    ]
+
+
+# ---- what must not be ----------------------------------------------------------------------------
+
+
+def test_a_plan_is_closed_once():
+    engine = SwapEngine()
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+    engine.run(plan)
+    before = picture(engine)
+    for call in (plan.commit, plan.abort, lambda: plan.apply(lambda moves: pytest.fail("copied"))):
+        with pytest.raises(PlanClosedError, match="committed before"):
+            call()
+    plan = engine.swapper.swap_in(request)
+    plan.abort()
+    for call in (plan.commit, plan.abort):
+        with pytest.raises(PlanClosedError, match="aborted before"):
+            call()
+    assert picture(engine)[1:] == before[1:]
+
+
+@pytest.mark.parametrize("direction", ["out", "in", "hit"])
+def test_in_the_middle_of_a_plan_the_request_is_refused_everywhere_else(direction):
+    engine = SwapEngine()
+    if direction == "hit":
+        forgotten_on_device(engine, range(8))
+        request = engine.make_request("a", range(10))
+        plan, _ = engine.start_with_host(request)
+    else:
+        request = started(engine, "a", range(10))
+        plan = engine.swapper.swap_out(request)
+        if direction == "in":
+            engine.run(plan)
+            plan = engine.swapper.swap_in(request)
+    child = engine.make_request("child", range(10))
+    child.num_computed_tokens = request.num_computed_tokens
+    before = picture(engine)
+    manager, swapper = engine.manager, engine.swapper
+    calls = [
+        lambda: manager.free(request),
+        lambda: manager.fork(request, child),
+        lambda: manager.cache_blocks(request, 8),
+        lambda: manager.get_block_ids("a"),
+        lambda: swapper.swap_out(request),
+        lambda: swapper.can_swap_out(request),
+        lambda: swapper.swap_in(request),
+        lambda: swapper.can_swap_in(request),
+        lambda: swapper.drop(request),
+        lambda: swapper.plan_host_hit(request, 4),
+    ]
+    if direction != "hit":
+        calls.append(lambda: manager.allocate_slots(request, 1))
+    for call in calls:
+        with pytest.raises(InvalidArgumentError):
+            call()
+    assert picture(engine) == before
+    swap_invariants.check(swapper)
+    engine.run(plan)
+    assert picture(engine)[4] == []
+
+
+def test_a_request_that_was_given_blocks_in_the_middle_of_its_plan_has_to_free_them_first():
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(8))
+    request = engine.make_request("a", range(10))
+    plan, _ = engine.start_with_host(request)
+    engine.manager.allocate_slots(request, 10)
+    before = picture(engine)
+    with pytest.raises(InvalidArgumentError, match="blocks already"):
+        plan.commit()
+    assert picture(engine) == before
+    engine.manager.free(request)
+    engine.run(plan)
+    request.num_computed_tokens = 8
+    engine.check(request)
+
+
+def test_a_running_request_does_not_swap_in_nor_a_swapped_one_out():
+    engine = SwapEngine()
+    request = started(engine, "a", range(10))
+    before = picture(engine)
+    with pytest.raises(InvalidArgumentError, match="not swapped out"):
+        engine.swapper.swap_in(request)
+    with pytest.raises(InvalidArgumentError, match="has blocks already"):
+        engine.swapper.plan_host_hit(request, 4)
+    with pytest.raises(InvalidArgumentError, match="no blocks"):
+        engine.swapper.swap_out(engine.make_request("b", range(10)))
+    assert picture(engine) == before
+    engine.run(engine.swapper.swap_out(request))
+    with pytest.raises(InvalidArgumentError, match="is swapped out"):
+        engine.swapper.swap_out(request)
+    assert engine.swapper.is_swapped_out("a")
+
+
+def test_a_commit_that_could_not_be_told_of_changes_nothing():
+    engine = SwapEngine(events=True)
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+    request.lora_request = object()
+    before = picture(engine)
+    with pytest.raises(InvalidTypeError):
+        plan.commit()
+    assert picture(engine) == before
+    request.lora_request = None
+    engine.run(plan)
+
+
+def test_pools_that_do_not_fit_together_are_refused():
+    manager = KVCacheManager(BlockPool(9, True, 4))
+    for host_pool in (BlockPool(9, True, 8), BlockPool(9, False, 4), manager.block_pool):
+        with pytest.raises(InvalidArgumentError, match="host pool"):
+            BlockSwapper(manager, host_pool)
+
+
+def test_no_prefix_is_forgotten_while_somebody_holds_blocks_on_either_side():
+    engine = SwapEngine()
+    request = swapped(engine, "a", range(8))
+    before = picture(engine)
+    assert not engine.swapper.reset_prefix_cache()
+    assert picture(engine) == before
+    engine.swapper.drop(request)
+    assert engine.swapper.reset_prefix_cache()
+    assert engine.swapper.find_host_prefix(request) == 0
+
+
+def test_without_caching_everything_is_copied_both_ways():
+    engine = SwapEngine(caching=False)
+    request = swapped(engine, "a", range(10))
+    assert engine.swapper.find_host_prefix(request) == 0
+    plan = engine.swapper.swap_in(request)
+    assert len(plan.moves) == 3
+    engine.run(plan)
+    engine.check(request)
+
+
+def test_blocks_in_flight_are_named_so_that_they_are_not_moved():
+    engine = SwapEngine()
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+    assert sorted(engine.swapper.list_device_ids_in_flight()) == [1, 2, 3]
+    engine.run(plan)
+    assert engine.swapper.list_device_ids_in_flight() == []

@@ -1,0 +1,108 @@
+"""`VllmManagerSide`: vLLM's own `KVCacheManager`. Importing this needs an importable vLLM 0.33."""
+
+import warnings
+from typing import ClassVar
+
+from manager.manager_operations import ManagerSide, ids, per_group
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of its imports are none of ours
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils import hashing
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request, RequestStatus
+
+
+def make_spec(group):
+    shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    sizes = {name: size for name, size in group.items() if name not in ("kind", "mode")}
+    if group["kind"] == "full":
+        return kv_cache_interface.FullAttentionSpec(**sizes, **shape)
+    if group["kind"] == "window":
+        return kv_cache_interface.SlidingWindowSpec(**sizes, **shape)
+    if group["kind"] == "chunked":
+        return kv_cache_interface.ChunkedLocalAttentionSpec(**sizes, **shape)
+    if group["kind"] == "cross":
+        return kv_cache_interface.CrossAttentionSpec(**sizes, **shape)
+    if group["kind"] == "mamba":
+        return kv_cache_interface.MambaSpec(
+            **sizes, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=group["mode"]
+        )
+    raise ValueError(group)
+
+
+class VllmManagerSide(ManagerSide):
+    EXPECTED_ERRORS: ClassVar = {}
+
+    def make_manager(self, options):
+        self.hash_function = hashing.get_hash_fn_by_name(options["algorithm"])
+        kv_cache_utils.init_none_hash(self.hash_function)
+        groups = [
+            kv_cache_interface.KVCacheGroupSpec([f"layer {number}"], make_spec(group))
+            for number, group in enumerate(options["groups"])
+        ]
+        return KVCacheManager(
+            kv_cache_interface.KVCacheConfig(
+                num_blocks=options["num_blocks"], kv_cache_tensors=[], kv_cache_groups=groups
+            ),
+            max_model_len=options["max_model_len"],
+            scheduler_block_size=options["scheduler_block_size"],
+            hash_block_size=options["hash_block_size"],
+            max_in_flight_tokens=options["max_in_flight_tokens"],
+            enable_caching=options["caching"],
+            enable_kv_cache_events=options["events"],
+            watermark=options["watermark"],
+        )
+
+    def make_request(self, request_id, token_ids):
+        params = SamplingParams(max_tokens=10_000)
+        params.update_from_generation_config({}, eos_token_id=0)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=kv_cache_utils.get_request_block_hasher(
+                self.options["hash_block_size"], self.hash_function
+            ),
+        )
+
+    def append(self, request_id, token_ids):
+        self.requests[request_id].append_output_token_ids(list(token_ids))
+        self.name_hashes(request_id)
+
+    def begin_step(self):
+        self.manager.new_step_starts()
+
+    def look_up(self, request_id, max_num_tokens):
+        blocks, num_tokens, _ = self.manager.get_computed_blocks(self.requests[request_id], max_num_tokens)
+        self.prefixes[request_id] = blocks, num_tokens
+        return [num_tokens, per_group(blocks.blocks, len(self.options["groups"]))]
+
+    def allocate(self, request_id, num_new_tokens, is_admission, options):
+        request = self.requests[request_id]
+        blocks, num_hits = self.prefixes.pop(request_id) if is_admission else (None, 0)
+        request.status = RequestStatus.WAITING if is_admission else RequestStatus.RUNNING
+        others = any(any(self.table_ids(other)) for other in self.requests if other != request_id)
+        new_blocks = self.manager.allocate_slots(
+            request,
+            num_new_tokens,
+            num_new_computed_tokens=num_hits,
+            new_computed_blocks=blocks,
+            num_lookahead_tokens=options.get("lookahead", 0),
+            num_external_computed_tokens=options.get("external", 0),
+            delay_cache_blocks=options.get("delay", False),
+            num_encoder_tokens=options.get("encoder", 0),
+            full_sequence_must_fit=options.get("fit", False),
+            reserved_blocks=options.get("reserved", 0),
+            has_scheduled_reqs=others,
+        )
+        if new_blocks is None:
+            return None
+        return per_group(new_blocks.blocks, len(self.options["groups"]))
+
+    def table_ids(self, request_id):
+        return [ids(blocks) for blocks in self.manager.get_blocks(request_id).blocks]
