@@ -25,6 +25,7 @@ from kv_pool.errors import (
     OutOfBlocksError,
     PinLimitError,
     PinnedBlockError,
+    PlanClosedError,
     PoolExhaustedError,
     StaleLeaseError,
     TraceError,

@@ -5,6 +5,7 @@ from manager.swap_engine import SwapEngine
 from kv_pool import (
     BlockPool,
     BlockRemoved,
+    BlockRetention,
     BlockStored,
     BlockSwapper,
     CopyFailedError,
@@ -13,6 +14,7 @@ from kv_pool import (
     InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
+    RetentionDirective,
 )
 from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
@@ -517,6 +519,36 @@ def test_encoder_blocks_go_along():
     assert engine.swapper.can_swap_in(request, num_lookahead_tokens=47) is AllocStatus.NEVER
     engine.run(engine.swapper.swap_in(request))
     assert engine.device_kv[engine.manager.get_block_ids("a", 1)].tolist() == [[1] * 4, [2] * 4, [3] * 4]
+
+
+# ---- retention -----------------------------------------------------------------------------------
+
+
+def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
+    pool = BlockPool(9, True, 4)
+    retention = BlockRetention(pool, lambda: 0.0)
+    manager = KVCacheManager(pool, retention=retention)
+    swapper = BlockSwapper(manager, BlockPool(9, True, 4, medium="CPU"))
+    request = SwapEngine().make_request("a", range(10))
+    retention.set_directives("a", [RetentionDirective(0, 8, priority=90)])
+    manager.allocate_slots(request, 10)
+    request.num_computed_tokens = 10
+    swapper.swap_out(request).commit()
+    assert (retention.num_kept, manager.get_num_free_blocks()) == (2, 8)
+    other = SwapEngine().make_request("b", range(50, 74))
+    manager.allocate_slots(other, 24)
+    assert retention.num_kept == 2
+    # Kept blocks count as free, so they are needed as much as the one that is copied; there is none.
+    assert swapper.can_swap_in(request, num_new_tokens=0) is AllocStatus.LATER
+    manager.free(other)
+    plan = swapper.swap_in(request)
+    assert (len(plan.moves), plan.num_shared_blocks, retention.num_kept) == (1, 2, 0)
+    plan.commit()
+    swap_invariants.check(swapper)
+    swapper.swap_out(request).commit()
+    assert retention.num_kept == 2
+    swapper.drop(request)
+    assert manager.reset_prefix_cache()
 
 
 # ---- events --------------------------------------------------------------------------------------
