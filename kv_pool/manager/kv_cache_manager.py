@@ -598,7 +598,7 @@ class KVCacheManager:
             first = table.num_null_blocks
             given_up = blocks[first:end]
             table.num_null_blocks = end
-            if all([block.is_null for block in given_up]):
+            if all(block.is_null for block in given_up):
                 continue  # between two states
             blocks[first:end] = [null_block] * (end - first)
             table.num_edits += 1
