@@ -113,7 +113,7 @@ def measure_inner_waste(workload: Workload, trace_block_size: int) -> float:
     """Share of the slots in the manager's blocks that hold no token, over batches of 256 at full length."""
     num_slots = num_tokens = 0
     lengths = workload.list_lengths()
-    for first in range(0, len(lengths) - BATCH + 1, BATCH):
+    for first in range(0, len(lengths), BATCH):
         manager = KVCacheManager(kv_pool.BlockPool(ALL_BLOCKS + 1, False, BLOCK_SIZE))
         for number, length in enumerate(lengths[first : first + BATCH]):
             traced = TraceRequest(number, 0.0, length, 0, [], None)
@@ -165,7 +165,7 @@ def measure_outer_waste(workload: Workload) -> float:
             memory.give_back(old_start, old_length)
             start = memory.take(length)
         heapq.heappush(ends, (now + max(1, request.output_length), start, length))
-    return statistics.mean(shares)
+    return statistics.fmean(shares or [0.0])
 
 
 # ---- latency -------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def run_experiment(trace: Trace, limit: int | None) -> list[dict[str, Any]]:
             add(
                 "latency",
                 "-70 %",
-                f"{theirs:,.1f} -> {ours:,.0f} µs",
+                f"{theirs:,.2f} -> {ours:,.0f} µs",
                 f"a sequence, all its blocks; before: {name}",
                 ours_us=ours,
                 theirs_us=theirs,

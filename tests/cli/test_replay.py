@@ -92,6 +92,74 @@ def test_capacity_may_be_the_memory_of_any_dimensions(folder):
     assert report["num_blocks"] == 16 * 1024 // (4 * 2 * 2 * 8 * 4) - 1
 
 
+HYBRID = ("--groups", "full,window:16", "--chunk-tokens", "8")
+
+
+def test_groups_have_blocks_of_their_own_from_one_pool(folder):
+    stdout, report = replay(folder, "--blocks", "20", *HYBRID)
+    assert "groups full,window:16" in stdout
+    assert report["settings"]["groups"] == "full,window:16"
+    assert report["settings"]["chunk_tokens"] == 8
+    # The second prompt has 4 full blocks, and in its last step 2 in the window and one that is written.
+    assert report["peak_blocks_in_use"] == 4 + 3
+    assert report["tokens_hit"] == 16
+
+
+def test_memory_is_shared_out_among_groups(folder):
+    _, report = replay(folder, "--memory", "1GiB", "--model", "llama-3-8b", *HYBRID)
+    assert report["num_blocks"] == 2047
+    assert report["settings"]["block_bytes"] == 2**19
+
+
+def test_preempted_requests_may_go_to_the_host(folder):
+    stdout, report = replay(
+        folder,
+        *("--blocks", "6", "--clock", "trace", "--prefill-rate", "1000", "--decode-rate", "100"),
+        *("--convention", "ids_as_blocks_cap", "--speedup", "2", "--limit", "2"),
+        *("--host-blocks", "9", "--model", "llama-3-8b", "--preempt", "swap", "--copy-rate", "1GiB"),
+    )
+    # As above the second loses its blocks at 40. Those that are still on the device at 74 are not copied back. A
+    # block is 1 MiB, and a copy of it takes 1/1024 s.
+    table = rows(stdout)
+    assert (table["preempted"], table["swapped out"]) == ("1", "1")
+    assert (report["swapped_out"], report["swapped_in"], report["tokens_recomputed"]) == (1, 1, 0)
+    num_copied = report["blocks_swapped_out"] + report["blocks_swapped_in"]
+    assert report["bytes_moved"] == num_copied * 2**20
+    copy_ms = report["blocks_swapped_in"] * 1000 / 1024
+    assert report["simulated_ms"] == pytest.approx(74 + copy_ms + 90)
+    assert table["waited, mean"] == f"{report['waiting']['mean_ms'] / 1000:.1f} s"
+
+
+def test_conversations_and_system_prompts_may_be_kept(folder):
+    write_trace(folder / "trace.gz", [{**traced, "session_id": 1} for traced in TRACE])
+    _, report = replay(folder, "--blocks", "20", "--keep-sessions", "60", "--keep-prefix", "8")
+    assert report["settings"]["keep_session_s"] == 60
+    assert report["settings"]["keep_prefix_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--groups full,half", "'half' in groups 'full,half' is no group; write full, window:TOKENS"),
+        ("--groups mamba --chunk-tokens 4", "a step of 4 prompt tokens is too short; it has 8 or more"),
+        ("--watermark 1", "watermark is 1.0; it is a share of the pool, 0 to below 1"),
+        ("--host-blocks 9 --clock trace", "--host-blocks needs --model or dimensions"),
+        ("--host-blocks 9 --model llama-3-8b", "only with the trace clock there are some"),
+        ("--preempt never", "unknown preemption 'never'; known are cost, swap, recompute"),
+        ("--copy-rate fast", "'fast' is not a size"),
+        ("--copy-rate 0GB", "copy_bytes_per_s is 0; it is above 0"),
+        ("--keep-sessions 60", "has no session_id"),
+        ("--model llama-3-8b --num-layers 3", "give either --model, or --num-layers"),
+    ],
+)
+def test_options_that_can_not_be_meant_are_one_line_and_status_2(folder, options, message):
+    done = kv_pool_command(
+        "replay", "trace.gz", "--trace-block-size", "8", "--blocks", "20", *options.split(), cwd=folder
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
 def test_broken_lines_that_were_passed_over_are_shown(folder):
     write_trace(folder / "trace.gz", [TRACE[0], "not json", TRACE[1], "{}"])
     stdout, report = replay(folder, "--blocks", "20", "--skip-broken")
