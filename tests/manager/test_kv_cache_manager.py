@@ -468,7 +468,7 @@ def test_on_a_pool_with_runs_a_request_that_began_with_no_tokens_grows():
 
 
 def test_a_state_after_guessed_tokens_is_not_cached_as_that_of_the_known_ones():
-    """A step of 3 tokens from 5 on ends at 8, in the next block: the one that 6 tokens fill is not written."""
+    """A step of 3 tokens from 5 on ends at 8, in the next block; that of the 6th token is not written."""
     manager = KVCacheManager(BlockPool(9, True, 2), groups=[MambaSpec(block_size=2)])
     request = Request("a", range(6), BlockHasher("sha256", "s", 2))
     manager.allocate_slots(request, 5)
