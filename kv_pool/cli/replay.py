@@ -128,9 +128,10 @@ def make_table(report: ReplayReport) -> Table:
     """The report for people."""
     trace = Path(report.provenance.trace).name if report.provenance else ""
     compiled = report.provenance is not None and report.provenance.compiled
+    groups = str(report.settings.get("groups", "full"))
     table = Table(
         title=f"{trace} through {report.num_blocks:,} blocks of {report.block_size} tokens",
-        caption=f"clock {report.clock}, {report.convention}, groups {report.settings['groups']}, "
+        caption=f"clock {report.clock}, {report.convention}, {'' if groups == 'full' else f'{groups}, '}"
         f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s",
         show_header=False,
     )
@@ -185,11 +186,11 @@ def make_table(report: ReplayReport) -> Table:
         table.add_row("preempted", f"{report.preempted:,}", "times a running request lost its blocks")
         table.add_row("computed anew", f"{report.tokens_recomputed:,}", "tokens, after that")
         if report.swapped_out:
+            table.add_row("swapped out", f"{report.swapped_out:,}", "of these, to the host's memory instead")
             table.add_row(
-                "swapped out",
-                f"{report.swapped_out:,}",
-                f"times instead; {report.blocks_swapped_out:,} blocks out, "
-                f"{report.blocks_swapped_in:,} back, {report.bytes_moved / 1e9:,.1f} GB",
+                "copied",
+                f"{report.bytes_moved / 1e9:,.1f} GB",
+                f"{report.blocks_swapped_out:,} blocks out, {report.blocks_swapped_in:,} back",
             )
         table.add_section()
     for name, times in (

@@ -31,6 +31,9 @@ def sweep(
     decode_rate: options.DecodeRate = EngineRates.decode_tokens_per_s,
     max_running: options.MaxRunning = EngineRates.max_running,
     speedup: options.Speedup = EngineRates.speedup,
+    groups: options.Groups = "full",
+    chunk_tokens: options.ChunkTokens = None,
+    watermark: options.Watermark = 0.0,
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: options.TimestampUnit = "ms",
@@ -60,6 +63,9 @@ def sweep(
         timestamp_unit=timestamp_unit,
         skip_broken=skip_broken,
         seed=seed,
+        groups=groups,
+        chunk_tokens=chunk_tokens,
+        watermark=watermark,
     )
     with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
         task = bar.add_task("sweep", total=len(capacities), live="")

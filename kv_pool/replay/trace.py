@@ -8,7 +8,7 @@ A trace is JSON lines, as it is or compressed (`.gz`, `.xz`, `.zst`). Each line 
 | `input_length` | prompt tokens; not needed beside token ids |
 | `output_length` | generated tokens; default 0 |
 | `hash_ids` | ids of the prompt's blocks, head first; an id stands for its block and everything before it |
-| `session_id` | the conversation it belongs to, a number or text; default none |
+| `session_id` | the conversation it belongs to, whatever its type; default none |
 | `token_ids` or `prompt_token_ids` | the prompt itself, instead of `hash_ids` |
 
 Other fields are passed over. With `hash_ids` the last id may stand for a partial block (Mooncake) or the
@@ -67,7 +67,7 @@ class _Record(msgspec.Struct):
     hash_ids: list[int] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    session_id: int | str | None = None
+    session_id: object = None
 
 
 class Trace:

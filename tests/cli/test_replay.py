@@ -97,7 +97,7 @@ HYBRID = ("--groups", "full,window:16", "--chunk-tokens", "8")
 
 def test_groups_have_blocks_of_their_own_from_one_pool(folder):
     stdout, report = replay(folder, "--blocks", "20", *HYBRID)
-    assert "groups full,window:16" in stdout
+    assert "clock instant, full_blocks_cap, full,window:16, core" in stdout
     assert report["settings"]["groups"] == "full,window:16"
     assert report["settings"]["chunk_tokens"] == 8
     # The second prompt has 4 full blocks, and in its last step 2 in the window and one that is written.
@@ -118,14 +118,15 @@ def test_preempted_requests_may_go_to_the_host(folder):
         *("--convention", "ids_as_blocks_cap", "--speedup", "2", "--limit", "2"),
         *("--host-blocks", "9", "--model", "llama-3-8b", "--preempt", "swap", "--copy-rate", "1GiB"),
     )
-    # As above the second loses its blocks at 40. Those that are still on the device at 74 are not copied back. A
-    # block is 1 MiB, and a copy of it takes 1/1024 s.
+    # As above the second loses its blocks at 40. Those still on the device at 74 are not copied back.
+    # A block is 1 MiB, and a copy of it takes 1/1024 s.
     table = rows(stdout)
     assert (table["preempted"], table["swapped out"]) == ("1", "1")
     assert (report["swapped_out"], report["swapped_in"], report["tokens_recomputed"]) == (1, 1, 0)
     num_copied = report["blocks_swapped_out"] + report["blocks_swapped_in"]
     assert report["bytes_moved"] == num_copied * 2**20
     copy_ms = report["blocks_swapped_in"] * 1000 / 1024
+    assert table["copied"] == f"{report['bytes_moved'] / 1e9:.1f} GB"
     assert report["simulated_ms"] == pytest.approx(74 + copy_ms + 90)
     assert table["waited, mean"] == f"{report['waiting']['mean_ms'] / 1000:.1f} s"
 

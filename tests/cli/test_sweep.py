@@ -20,6 +20,16 @@ def sweep(folder, *options):
     return kv_pool_command("sweep", "trace.jsonl", "--trace-block-size", "8", *options, cwd=folder)
 
 
+def test_groups_and_steps_are_those_of_a_replay(folder):
+    options = ("--blocks", "20", "--groups", "full,window:9", "--chunk-tokens", "8", "--watermark", "0.1")
+    done = sweep(folder, *options, "--json", "sweep.json")
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads((folder / "sweep.json").read_text())
+    settings = report["settings"]
+    assert (settings["groups"], settings["chunk_tokens"], settings["watermark"]) == ("full,window:9", 8, 0.1)
+    assert report["peak_blocks_in_use"] == 4 + 3
+
+
 def test_capacities_are_sorted_and_each_has_a_row(folder):
     done = sweep(folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json")
     assert done.returncode == 0, done.stderr

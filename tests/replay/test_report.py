@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kv_pool import TraceError
-from kv_pool.replay.report import CallTimes, ReplayReport, summarize_calls, write_json
+from kv_pool.replay.report import CallTimes, ReplayReport, Waits, summarize_calls, summarize_waits, write_json
 
 
 def test_call_times_are_median_nearest_rank_and_sum():
@@ -22,6 +22,11 @@ def test_call_times_are_median_nearest_rank_and_sum():
 )
 def test_the_99th_percentile_is_a_duration_that_occurred(num_calls, p99):
     assert summarize_calls(array("q", range(1, num_calls + 1))).p99_ns == p99
+
+
+def test_waits_are_mean_median_nearest_rank_and_the_longest():
+    assert summarize_waits(array("d", [3.0, 0.0, 0.0, 1.0])) == Waits(4, 1.0, 0.5, 3.0, 3.0)
+    assert summarize_waits(array("d")) == Waits()
 
 
 def test_no_calls_are_all_zeros():

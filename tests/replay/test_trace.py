@@ -161,7 +161,7 @@ def test_timestamp_and_output_length_default_to_zero(tmp_path):
 
 
 def test_other_fields_are_passed_over(tmp_path):
-    extra = {"session_id": 7, "model": {"name": "kimi"}, "turns": [1, [2]], "note": None}
+    extra = {"user": 7, "model": {"name": "kimi"}, "turns": [1, [2]], "note": None}
     plain = write_trace(tmp_path / "plain.jsonl", [GOOD])
     decorated = write_trace(tmp_path / "decorated.jsonl", [{**extra, **GOOD}])
     assert read_all(decorated, block_size=512) == read_all(plain, block_size=512)
