@@ -3,7 +3,7 @@
 Requests of the bundled production trace arrive on a virtual clock; they wait, run or are swapped out. The
 engine is a stand-in that proves the block tables right: it writes something of each token into its slot, and
 computes a request's next token from all of its slots. In the end each output is compared with one computed
-without any blocks. A real model under the same scheduler: examples/batching_a_model.py.
+without any blocks.
 
 Run it: python examples/continuous_batching.py      needs the extra cli; --help for its options
 What each call means, and why in this order: kv_pool/manager/README.md
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kv_pool import AllocStatus, BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.manager.positions import list_slots
 from kv_pool.manager.preemption import (
     PreemptionCost,
     PreemptionKind,
@@ -200,10 +201,8 @@ class StandIn:
         ]
 
     def find_slots(self, request: Sequence, start: int, end: int) -> Any:
-        positions = np.arange(start, end)
-        block_ids = np.array(self.manager.get_block_ids(request.request_id))
-        block_size = self.manager.block_size
-        return block_ids[positions // block_size] * block_size + positions % block_size
+        block_ids = self.manager.get_block_ids(request.request_id)
+        return list_slots(block_ids, start, end, self.manager.block_size)
 
 
 def predict(token_ids: Any, positions: Any) -> int:

@@ -4,8 +4,8 @@
     who gives way                     4th   2nd   3rd   1st
 
 The one that gives way last is never preempted, so it ends; then there is another one. This is why every
-request that fits into the pool alone ends at last, provided that steps serve requests in this order, too: those
-that give way last come first. Nobody should be admitted in a step in which somebody gave way, or it may take
+request that fits into the pool alone ends at last, provided that steps serve requests in this order, too, those
+that give way last before others. Nobody should be admitted in a step in which somebody gave way, or it may take
 the blocks that were just made free.
 """
 
@@ -58,6 +58,7 @@ class PreemptionRule(Protocol):
 class PreemptionCost:
     """The rule that takes what is faster: computing what nobody else keeps, or copying all blocks twice.
 
+        >>> from kv_pool.manager.preemption import PreemptionCost, PreemptionLoss
         >>> rule = PreemptionCost(prefill_tokens_per_s=10_000, copy_bytes_per_s=20e9, block_bytes=2_000_000)
         >>> rule(PreemptionLoss(1000, num_kept_tokens=0, num_cached_tokens=992, num_blocks=63))   # 100, 13 ms
         <PreemptionKind.SWAP: 'swap'>
