@@ -277,6 +277,8 @@ def main() -> None:
     hits = done.pop("tokens found in the cache") / done.pop("tokens of those let in")
     waited_ms = [request.waited_ms or 0.0 for request in served]
     num_equal = sum(request.all_token_ids == generate_without_blocks(request) for request in served)
+    sizes = f"{options.blocks} blocks of 16 tokens, {options.host_blocks} more on the host"
+    print(f"{len(served)} requests on {sizes}")
     print(
         f"{num_steps:>7,} steps of {num_computed / num_steps:.0f} tokens, {now_ms / 1000:.0f} s on its clock"
     )
@@ -292,6 +294,7 @@ if __name__ == "__main__":
     main()
 
 # prints:
+# 396 requests on 180 blocks of 16 tokens, 180 more on the host
 #   5,774 steps of 30 tokens, 142 s on its clock
 #    3.9% of the tokens of those let in were in the cache
 #      81 blocks copied in
