@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kv_pool import AllocStatus, BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.manager.positions import list_slots
 from kv_pool.manager.preemption import (
     PreemptionCost,
@@ -86,7 +86,7 @@ class Scheduler:
 
     def add(self, request: Sequence) -> bool:
         """Queue a request; False if it could not end even if it were alone."""
-        if self.manager.can_allocate(request, request.max_tokens) is AllocStatus.NEVER:
+        if not self.manager.fits_alone(request.max_tokens):
             self.done["requests refused, larger than the pool"] += 1
             return False
         insort(self.waiting, request, key=Sequence.rank)
@@ -154,12 +154,12 @@ class Scheduler:
         queue = min(queues, key=lambda queue: queue[0].rank())
         request = queue[0]
         if queue is self.swapped:
-            plan = self.swapper.swap_in(request)  # None unless its next tokens have room, too
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            plan = self.swapper.swap_in(request, num_new_tokens=num_tokens)  # None if these have no room
             if plan is None:
                 return 0
             plan.apply(lambda moves: self.engine.host.copy_to(self.engine.device, moves))
             self.done["blocks copied in"] += len(plan.moves)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             self.manager.allocate_slots(request, num_tokens)
         else:
             prefix = self.manager.get_computed_blocks(request)

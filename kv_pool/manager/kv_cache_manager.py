@@ -188,6 +188,15 @@ class KVCacheManager:
         """
         return self.get_table(request_id, group_id).list_ids()
 
+    def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
+        """Whether a request of so many tokens in all can be computed to its end here, if need be alone.
+
+        False: refuse it when it arrives, or it waits for ever. Of a window this is exact only with
+        `max_in_flight_tokens`; without, as if all tokens were computed in one step.
+        """
+        num_most = self._needs.count_most_blocks(as_count("num_tokens", num_tokens), num_encoder_tokens)
+        return num_most <= self.block_pool.num_gpu_blocks - 1
+
     def can_allocate(
         self,
         request: SchedulableRequest,

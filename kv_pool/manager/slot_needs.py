@@ -87,6 +87,11 @@ class SlotNeeds:
             num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
         return num_free
 
+    def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that a request of so many tokens holds at most at a time, until all of them have slots."""
+        num_tokens = self.limit(num_tokens)
+        return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
+
     def fits_alone(
         self,
         num_usable: int,
