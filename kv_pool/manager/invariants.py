@@ -1,15 +1,30 @@
-"""The numbered truths about what a manager's companions keep, each executable; beside `core/invariants.py`.
+"""The numbered truths about a manager and its companions, each executable; beside `core/invariants.py`.
 
-    R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and it carries the hash that was claimed
-    R2  b has claims and that hash, and is not kept  =>  b.ref_cnt > 0
+Tables and copies
+    T1  an entry of a table is the null block, or a block of this pool that is in use
+    T2  b.ref_cnt == |entries that are b| + |pending copies that read b| + |other holders of b|
+    T3  a table has entries for at least all computed tokens; an encoder-only one has none
+    T4  what the next token attends to has blocks;  windows: the first num_null_blocks entries are null and
+        no other is
+    T5  num_cached_blocks <= |entries|;  a block at position i that carries a hash carries that of the
+        request's first (i + 1) * block_size tokens, in this group
+    T6  a pending copy's target is in a table, and no source is a target
+    T7  who has tables is a request that somebody knows of
+    T8  what a step is about to write is no null block, has one writer, and is findable only as what will be
+        there;  who else has it in a table found it so, and begins after it; of a state nobody else has it
+
+Retention
+    R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and it carries a hash
+    R2  claims on b are remembered, and it carries the hash they were made for  =>  b.ref_cnt > 0, not kept
     R3  every kept block is listed once in its batch, not before `first`; a batch counts its kept blocks
     R4  a batch is in the bucket of its strength: the strongest of its claims, EXPIRED without any
     R5  |kept| == num_kept + num_pinned;  a block is in the set of pinned ones  <=>  a claim on it is a pin
     R6  num_pins <= max_pinned_blocks
-    R7  in a bucket that counts as sorted the batches' numbers rise; those of one batch's blocks always do
+    R7  in a bucket that counts as sorted the numbers of blocks rise, from batch to batch as within one
     R8  what ends, batch or session, has an entry among the deadlines, and that is not before the clock's time
     R9  no more sessions than max_sessions
 
+Leases
     L1  b.ref_cnt >= number of leases that hold b
     L2  a lent block is not kept
     L3  a block that is being written has one lease and no hash
@@ -17,28 +32,238 @@
     L5  every active lease has its deadline among the deadlines
     L6  a listed lease is active or quarantined; one to read is never quarantined
 
-They hold whenever no method is running; R8 after any method that looked at the clock. Never compiled.
+T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all that was written; T8
+between the last `allocate_slots` of a step and the step; R and L whenever no method is running, R8 after
+any that looked at the clock. `check_manager(manager, requests)` and the others raise CorruptedPoolError that
+names the first one that fails. Never compiled: for tests, and for whoever changes the manager.
 """
 
+from collections import Counter
+from collections.abc import Iterable
+
+from kv_pool.contiguous import invariants as run_invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import CorruptedPoolError
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kv_pool.manager.leases import BlockLeases, LeaseKind, LeaseState
+from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.retention import EXPIRED, NEVER, PINNED, BlockRetention, is_pin
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def check_manager(
+    manager: KVCacheManager,
+    requests: Iterable[SchedulableRequest],
+    held_elsewhere: Iterable[KVCacheBlock] = (),
+) -> None:
+    """Verify T1 to T7 and the pool's own invariants. O(number of blocks + entries of all tables).
+
+    Args:
+        requests: at least all that hold blocks, between two steps.
+        held_elsewhere: blocks on which somebody besides this manager's tables and copies has a reference,
+            once for each.
+    Raises:
+        CorruptedPoolError: names the first that fails. Nothing is changed.
+    """
+    pool = manager.block_pool
+    if isinstance(pool, RunBlockPool):
+        run_invariants.check(pool)
+    elif isinstance(pool, BlockPool):
+        invariants.check(pool)
+    by_id = {request.request_id: request for request in requests}
+    for request_id in manager.list_request_ids():
+        if request_id not in by_id:
+            raise CorruptedPoolError(f"T7: request {request_id!r} has blocks and nobody knows of it")
+    check_references(manager, held_elsewhere)
+    for request_id in manager.list_request_ids():
+        for group_id, spec in enumerate(manager.groups):
+            table = manager.get_table(request_id, group_id)
+            where = f"request {request_id!r}, group {group_id}"
+            check_coverage(table, spec, by_id[request_id].num_computed_tokens, where)
+            check_hashes(manager, table, group_id, by_id[request_id], where)
+
+
+def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBlock] = ()) -> None:
+    """T1, T2, T6. O(number of blocks + entries of all tables)."""
+    pool = manager.block_pool
+    num_holders: Counter[int] = Counter()
+    for request_id in manager.list_request_ids():
+        for group_id in range(len(manager.groups)):
+            for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
+                where = f"request {request_id!r}, group {group_id}, entry {position}"
+                if not 0 <= block.block_id < len(pool.blocks) or pool.blocks[block.block_id] is not block:
+                    raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, not one of this pool's")
+                if block.is_null:
+                    continue
+                if block.ref_cnt < 1:
+                    raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, which is free")
+                num_holders[block.block_id] += 1
+    in_tables = set(num_holders)
+    copies = manager._copies._source_of
+    for target, source in copies.items():
+        if target.block_id not in in_tables:
+            raise CorruptedPoolError(f"T6: block {target.block_id} is to be copied to, and in no table")
+        if source in copies:
+            raise CorruptedPoolError(f"T6: block {source.block_id} is to be copied from and to")
+        num_holders[source.block_id] += 1
+    num_holders.update(block.block_id for block in held_elsewhere)
+    for block in pool.blocks:
+        if not block.is_null and block.ref_cnt != num_holders[block.block_id]:
+            raise CorruptedPoolError(
+                f"T2: block {block.block_id} has ref_cnt {block.ref_cnt} and "
+                f"{num_holders[block.block_id]} holders"
+            )
+
+
+def check_coverage(table: BlockTable, spec: KVCacheSpec, num_computed: int, where: str) -> None:
+    """T3, T4. O(entries)."""
+    blocks = table.blocks
+    if isinstance(spec, EncoderOnlyAttentionSpec):
+        if blocks:
+            raise CorruptedPoolError(f"T3: {where} has {len(blocks)} blocks, and keeps nothing")
+        return
+    num_entries = -(-num_computed // spec.block_size) if spec.is_cacheable else 0
+    if len(blocks) < num_entries:
+        raise CorruptedPoolError(
+            f"T3: {where} has {len(blocks)} blocks of {spec.block_size} for {num_computed} computed tokens"
+        )
+    first = count_unread_tokens(spec, num_computed) // spec.block_size
+    for position in range(first, num_entries):
+        if blocks[position].is_null:
+            raise CorruptedPoolError(
+                f"T4: {where} is null at entry {position}, and token {num_computed} attends to that"
+            )
+    num_null = table.num_null_blocks
+    for position, block in enumerate(blocks):
+        if position < num_null and not block.is_null:
+            raise CorruptedPoolError(
+                f"T4: {where} says {num_null} entries are null, and entry {position} is block "
+                f"{block.block_id}"
+            )
+        if position >= num_null and block.is_null and not isinstance(spec, MambaSpec):
+            raise CorruptedPoolError(
+                f"T4: {where} says {num_null} entries are null, and so is entry {position}"
+            )
+
+
+def count_unread_tokens(spec: KVCacheSpec, num_computed: int) -> int:
+    """Tokens from the head that no token after the computed ones attends to. By the definitions alone."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, num_computed - (spec.sliding_window - 1))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return num_computed - num_computed % spec.attention_chunk_size
+    if isinstance(spec, MambaSpec):
+        return max(0, num_computed - 1)
+    return 0
+
+
+def check_hashes(
+    manager: KVCacheManager, table: BlockTable, group_id: int, request: SchedulableRequest, where: str
+) -> None:
+    """T5. O(entries)."""
+    spec = manager.groups[group_id]
+    if table.num_cached_blocks > len(table.blocks):
+        raise CorruptedPoolError(
+            f"T5: {where} says {table.num_cached_blocks} of its {len(table.blocks)} entries are cached"
+        )
+    hashes = request.block_hashes
+    num_hashes = spec.block_size // manager.block_pool.hash_block_size
+    for position, block in enumerate(table.blocks):
+        if block.block_hash is None:
+            continue
+        index = (position + 1) * num_hashes - 1
+        if (
+            not spec.is_cacheable
+            or index >= len(hashes)
+            or block.block_hash != make_block_hash_with_group_id(hashes[index], group_id)
+        ):
+            raise CorruptedPoolError(
+                f"T5: {where}, entry {position}, is block {block.block_id} with the hash of something else"
+            )
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableRequest, int]]) -> None:
+    """Verify T8. O(entries of all tables).
+
+    Args:
+        scheduled: all requests with blocks, each with how many tokens after `num_computed_tokens` the step
+            writes of it; 0 for one that is not in the step.
+    Raises:
+        CorruptedPoolError: a block has two writers or would be written under somebody's eyes.
+    """
+    scheduled = list(scheduled)
+    holders: dict[int, list[tuple[str, int, int]]] = {}
+    for request_id in manager.list_request_ids():
+        for group_id in range(len(manager.groups)):
+            for position, block in enumerate(manager.get_table(request_id, group_id).blocks):
+                holders.setdefault(block.block_id, []).append((request_id, group_id, position))
+    first_token = {request.request_id: request.num_computed_tokens for request, _ in scheduled}
+    for request, num_tokens in scheduled:
+        num_computed = request.num_computed_tokens
+        num_known = min(num_computed + num_tokens, request.num_tokens)
+        for group_id, spec in enumerate(manager.groups):
+            if not spec.is_cacheable or not num_tokens:
+                continue
+            is_state = isinstance(spec, MambaSpec)
+            last = (num_computed + num_tokens - 1) // spec.block_size
+            first = last if is_state else num_computed // spec.block_size
+            blocks = manager.get_table(request.request_id, group_id).blocks
+            for position in range(first, last + 1):
+                where = f"request {request.request_id!r}, group {group_id}, entry {position}"
+                if position >= len(blocks) or blocks[position].is_null:
+                    raise CorruptedPoolError(f"T8: {where} is about to be written, and has no block")
+                block = blocks[position]
+                end = (position + 1) * spec.block_size
+                if block.block_hash is not None and end > num_known:
+                    raise CorruptedPoolError(
+                        f"T8: {where} is about to be written, and its block {block.block_id} is findable as "
+                        "something else"
+                    )
+                is_readable = block.block_hash is not None and not is_state
+                for other in holders[block.block_id]:
+                    if other == (request.request_id, group_id, position):
+                        continue
+                    if (
+                        not is_readable
+                        or first_token.get(other[0], 0) < end
+                        or other[1:] != (group_id, position)
+                    ):
+                        raise CorruptedPoolError(
+                            f"T8: {where} is about to be written, and request {other[0]!r}, group "
+                            f"{other[1]}, entry {other[2]} is the same block {block.block_id}"
+                        )
+
+
+# ---- retention and leases ------------------------------------------------------------------------
 
 
 def check_retention(retention: BlockRetention) -> None:
     """R1 to R9. O(kept blocks, blocks with claims, sessions). Raises CorruptedPoolError."""
     num_kept = retention.num_kept  # looks at the clock
     for block, batch in retention._kept.items():
-        cover = retention._covers.get(block)
-        if cover is None or cover.key is None or cover.key is not block.block_hash:
-            raise CorruptedPoolError(f"R1: block {block.block_id} is kept for content that it has not")
-        if block.ref_cnt != 1 or block.next_free_block is not None:
-            raise CorruptedPoolError(f"R1: block {block.block_id} is kept with ref_cnt {block.ref_cnt}")
+        if block.ref_cnt != 1 or block.next_free_block is not None or block.block_hash is None:
+            raise CorruptedPoolError(f"R1: {block!r} is kept")
         if batch.blocks[batch.first :].count(block) != 1:
             raise CorruptedPoolError(f"R3: block {block.block_id} is not listed once in its batch")
     for block, cover in retention._covers.items():
-        if cover.key is block.block_hash and block not in retention._kept and block.ref_cnt < 1:
-            raise CorruptedPoolError(f"R2: block {block.block_id} is free, has claims and is not kept")
+        if block in retention._kept or (cover.key is block.block_hash and block.ref_cnt < 1):
+            raise CorruptedPoolError(f"R2: block {block.block_id} has remembered claims and is free, or kept")
         if not cover.claims:
             raise CorruptedPoolError(f"R2: block {block.block_id} is remembered without claims")
     _check_buckets(retention)
@@ -48,12 +273,10 @@ def check_retention(retention: BlockRetention) -> None:
             f"R5: {len(retention._kept)} kept, {num_pinned} of them pinned; counted {num_kept} and "
             f"{retention.num_pinned}"
         )
-    for block, cover in retention._covers.items():
-        kept_in = retention._kept.get(block)
-        if is_pin(cover.claims if kept_in is None else kept_in.claims) != (block in retention._pinned):
-            raise CorruptedPoolError(f"R5: block {block.block_id} is pinned, or it is counted as pinned")
-    if not retention._pinned <= retention._covers.keys():
-        raise CorruptedPoolError("R5: a block without claims is counted as pinned")
+    pinned = {block for block, batch in retention._kept.items() if is_pin(batch.claims)}
+    pinned |= {block for block, cover in retention._covers.items() if is_pin(cover.claims)}
+    if pinned != retention._pinned:
+        raise CorruptedPoolError(f"R5: {len(pinned)} blocks are pinned, {len(retention._pinned)} counted")
     num_promised = sum(len(promised) for promised in retention._promised_pins.values())
     if num_promised != retention._num_promised_pins:
         raise CorruptedPoolError(f"R6: {num_promised} promised pins, counted {retention._num_promised_pins}")
@@ -77,16 +300,13 @@ def _check_buckets(retention: BlockRetention) -> None:
             strongest = max((claim.strength for claim in batch.claims), default=EXPIRED)
             if not strongest == strength == batch.strength:
                 raise CorruptedPoolError(f"R4: a batch of {strongest} is in the bucket of {strength}")
-            numbers = [retention._covers[block].number for block in kept]
-            if numbers != sorted(numbers):
-                raise CorruptedPoolError(f"R7: a batch has its blocks in the order {numbers}")
             if strength == EXPIRED or strength in retention._unsorted:
                 continue
-            if numbers[0] < last_number:
+            if batch.number <= last_number:
                 raise CorruptedPoolError(
-                    f"R7: the bucket of {strength} has {numbers[0]} behind {last_number}"
+                    f"R7: the bucket of {strength} has number {batch.number} behind {last_number}"
                 )
-            last_number = numbers[-1]
+            last_number = batch.number + len(batch.blocks) - 1
     if num_kept != len(retention._kept):
         raise CorruptedPoolError(f"R3: {len(retention._kept)} blocks are kept, {num_kept} are in buckets")
 

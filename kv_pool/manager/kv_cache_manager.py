@@ -221,8 +221,9 @@ class KVCacheManager:
         )
         num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
         num_before = num_computed + num_prefix + num_external_computed_tokens
-        prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
+        num_scheduled = self._needs.limit(num_before + num_new)
         num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
+        prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_available = self.get_num_free_blocks() - self._count_to_leave(tables)
         fits = True
         if full_sequence_must_fit:
@@ -232,17 +233,18 @@ class KVCacheManager:
             fits = need <= num_available
         if fits:
             need = self._needs.count(
-                tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
+                tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
             )
             if tables is not None:
                 num_available += self._needs.count_to_forget(tables, num_before)
-            if need <= num_available - reserved_blocks:
+            if need <= num_available - reserved_blocks and not self._caching.is_unwritten(prefix_blocks):
                 return AllocStatus.OK
         fits_alone = self._needs.fits_alone(
             self.block_pool.num_gpu_blocks - 1,
             tables,
             prefix_blocks,
             num_before,
+            num_scheduled,
             num_tokens,
             num_encoder_tokens,
             request.num_tokens if full_sequence_must_fit else 0,
@@ -284,9 +286,11 @@ class KVCacheManager:
                 this is only the first part of them.
             reserved_blocks: leave so many blocks free.
         Returns:
-            For each group the blocks added besides the prefix; or None when they do not fit, with nothing
-            changed but that blocks which left the window have been given up. Free prefix blocks count as
-            needed: they leave the free queue too.
+            For each group the blocks added behind the prefix and the external tokens; or None when they do
+            not fit, with nothing changed but that blocks which left the window have been given up. Free
+            prefix blocks count as needed: they leave the free queue too. None also for a prefix that goes on
+            from a `MambaSpec` state which a request scheduled since `take_block_copies` is about to write: a
+            step reads states before it writes any, so such a request starts in the next one.
         Raises:
             InvalidArgumentError: a negative count, more computed tokens than there are slots, a prefix for
                 another request or for one with blocks.
@@ -304,12 +308,12 @@ class KVCacheManager:
         )
         num_prefix = 0 if cached_prefix is None else cached_prefix.num_tokens
         num_before = num_computed + num_prefix + num_external_computed_tokens
+        num_scheduled = self._needs.limit(num_before + num_new)
         num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_to_cache = 0
-        num_written = self._needs.limit(num_before + num_new)
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = min(num_written, request.num_tokens)
+            num_to_cache = min(num_scheduled, request.num_tokens)
             self._caching.check(request, tables, num_prefix, num_to_cache)
 
         num_available = self.get_num_free_blocks()
@@ -324,9 +328,9 @@ class KVCacheManager:
             self._forget_blocks(request_id, tables, num_before)
             num_available = self.get_num_free_blocks()
         need = self._needs.count(
-            tables, prefix_blocks, num_computed, num_before, num_tokens, num_encoder_tokens
+            tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
         )
-        if need > num_available - num_left - reserved_blocks:
+        if need > num_available - num_left - reserved_blocks or self._caching.is_unwritten(prefix_blocks):
             return None
 
         if tables is None:
@@ -337,15 +341,15 @@ class KVCacheManager:
             if self._retention is not None and self._retention.is_active:
                 self._retention.note_admitted(request)
             if num_external_computed_tokens:
-                self._extend(tables, num_before, 0)
+                self._extend(tables, num_before, num_before, 0)
         elif self._has_forks:
-            self._replace_shared(tables, num_computed, num_tokens)
+            self._replace_shared(tables, num_computed, num_scheduled, num_tokens)
         if need or num_external_computed_tokens:
-            added = self._extend(tables, num_tokens, num_encoder_tokens)
+            added = self._extend(tables, num_scheduled, num_tokens, num_encoder_tokens)
         else:
             added = self._no_blocks
         if num_to_cache:
-            self._caching.cache(request, tables, num_to_cache, num_written)
+            self._caching.cache(request, tables, num_to_cache, num_scheduled, is_written=False)
         return added
 
     def take_block_copies(self) -> list[BlockMove]:
@@ -354,6 +358,7 @@ class KVCacheManager:
         A request that writes to a block which a fork shares gets another one in its place, and this is where
         the content comes from. The sources may be reused by whatever is allocated after this call.
         """
+        self._caching.begin_step()
         return self._copies.take()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
@@ -424,7 +429,7 @@ class KVCacheManager:
                 )
         if self.block_pool.enable_caching:
             self._caching.check(request, tables, 0, num_computed_tokens)
-            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens)
+            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
@@ -493,9 +498,10 @@ class KVCacheManager:
             if len(self._copies):
                 self._copies.drop(blocks)
             if retention is not None:
-                retention.cover(request_id, group_id, table.num_null_blocks, blocks)
-            blocks.reverse()
-            self._free_blocks(blocks)
+                retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
+            else:
+                blocks.reverse()
+                self.block_pool.free_blocks(blocks)
         if retention is not None:
             retention.forget_request(request_id)
 
@@ -564,13 +570,13 @@ class KVCacheManager:
             table.num_cached_blocks = len(table.blocks)
 
     def _extend(
-        self, tables: list[BlockTable], num_tokens: int, num_encoder_tokens: int
+        self, tables: list[BlockTable], num_scheduled: int, num_tokens: int, num_encoder_tokens: int
     ) -> tuple[Sequence[KVCacheBlock], ...]:
         """Append new blocks until each table has slots for `num_tokens` tokens; what was appended."""
         added: list[Sequence[KVCacheBlock]] = []
         for group in self._groups:
             table = tables[group.group_id]
-            num_blocks = group.count_table_blocks(num_tokens if group.is_cacheable else num_encoder_tokens)
+            num_blocks = self._needs.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             num_new = group.count_new_blocks(len(table.blocks), num_blocks)
             if not num_new:
                 added.append(self._no_blocks[0])
@@ -598,29 +604,28 @@ class KVCacheManager:
             end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(blocks))
             if end <= table.num_null_blocks:
                 continue
-            if self._retention is not None and self._retention.is_active:
-                first = table.num_null_blocks
-                self._retention.cover(request_id, group.group_id, first, blocks[first:end])
-            given_up: list[KVCacheBlock] = []
-            for position in range(end - 1, table.num_null_blocks - 1, -1):
-                block = blocks[position]
-                if not block.is_null:
-                    given_up.append(block)
-                    blocks[position] = null_block
+            first = table.num_null_blocks
+            given_up = blocks[first:end]
+            blocks[first:end] = [null_block] * (end - first)
             table.num_null_blocks = end
             table.num_edits += 1
-            if given_up:
-                if len(self._copies):
-                    self._copies.drop(given_up)
-                self._free_blocks(given_up)
+            if len(self._copies):
+                self._copies.drop(given_up)
+            if self._retention is not None and self._retention.is_active:
+                self._retention.free_table(request_id, group.group_id, first, given_up)
+            else:
+                given_up.reverse()
+                self.block_pool.free_blocks(given_up)
 
-    def _replace_shared(self, tables: list[BlockTable], num_computed: int, num_tokens: int) -> None:
+    def _replace_shared(
+        self, tables: list[BlockTable], num_computed: int, num_scheduled: int, num_tokens: int
+    ) -> None:
         """Put blocks of its own where a request would write to one that others hold; note what to copy."""
         for group in self._groups:
             table = tables[group.group_id]
             if not table.is_forked:
                 continue
-            num_blocks = group.count_table_blocks(num_tokens)
+            num_blocks = self._needs.count_blocks(group, num_scheduled, num_tokens, 0)
             for position in self._needs.list_shared(table, group, num_computed, num_blocks):
                 shared = table.blocks[position]
                 (own,) = self._take(1)

@@ -4,9 +4,9 @@
     who gives way                     4th   2nd   3rd   1st
 
 The one that gives way last is never preempted, so it ends; then there is another one. This is why every
-request that fits into the pool alone ends at last, provided that steps serve requests in this order, too,
-those that give way last before others. Nobody should be admitted in a step in which somebody gave way, or
-it may take the blocks that were just made free.
+request that fits into the pool alone ends at last, provided that steps serve requests in this order, too:
+those that give way last come first. Nobody should be admitted in a step in which somebody gave way, or it
+may take the blocks that were just made free.
 """
 
 from collections.abc import Callable, Sequence

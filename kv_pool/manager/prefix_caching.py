@@ -1,7 +1,10 @@
 """`PrefixCaching`: makes the full blocks of requests findable, as far as they can serve a hit."""
 
+from collections.abc import Sequence
+
 from mypy_extensions import mypyc_attr
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import check_block_hashes
 from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
@@ -23,14 +26,33 @@ class PrefixCaching:
         self._pool: BlockPoolCore = pool
         self._groups: list[BlockGroup] = groups
         self._alignment: int = alignment
+        # Findable states that are there only after the step for which slots are being allocated.
+        self._unwritten: set[KVCacheBlock] = set()
+
+    def begin_step(self) -> None:
+        """All that was allocated is written by the time anybody reads what is allocated from now on."""
+        if self._unwritten:
+            self._unwritten = set()
+
+    def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Whether a request with this prefix has to wait for the next step."""
+        return bool(self._unwritten) and any(
+            bool(blocks) and blocks[-1] in self._unwritten for blocks in prefix_blocks
+        )
 
     def cache(
-        self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int, num_written: int
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        num_tokens: int,
+        num_written: int,
+        is_written: bool,
     ) -> None:
         """Make the full blocks of the first `num_tokens` tokens findable that are not yet.
 
         Args:
             num_written: tokens after the step; more than `num_tokens` where some are only guessed.
+            is_written: their content is there, not only after the step to come.
         """
         for group in self._groups:
             if not group.is_cacheable:
@@ -43,10 +65,12 @@ class PrefixCaching:
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
                 mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_written))
-                if mask is None or True in mask or not group.forgets:
+                if mask is None or True in mask:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask
                     )
+                if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
+                    self._unwritten.add(table.blocks[end - 1])
                 table.num_cached_blocks = end
 
     def check(

@@ -13,7 +13,7 @@ def find_common_hit(
     Each group accepts a length or proposes the next shorter one that it has; they are asked in turn until
     none objects. Lengths only fall, so that ends, and at the longest one that all accept. Only looks.
     """
-    num_tokens = max_num_tokens
+    num_tokens = max_num_tokens if any(group.is_cacheable for group in groups) else 0
     found: list[list[KVCacheBlock]] = [[] for _ in groups]
     accepted = [-1] * len(groups)
     changed = True

@@ -41,17 +41,15 @@ class SlotNeeds:
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_computed: int,
         num_before: int,
+        num_scheduled: int,
         num_tokens: int,
         num_encoder_tokens: int,
     ) -> int:
-        """Free blocks that slots for `num_tokens` tokens take, hits among them."""
+        """Free blocks, hits among them, that slots for `num_tokens` tokens take, guessed ones included."""
         num_free = 0
         for group in self._groups:
             group_id = group.group_id
-            if group.is_cacheable:
-                num_blocks = group.count_table_blocks(num_tokens)
-            else:
-                num_blocks = group.count_table_blocks(num_encoder_tokens)
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             if tables is not None:
                 table = tables[group_id]
                 num_entries = len(table.blocks)
@@ -64,6 +62,14 @@ class SlotNeeds:
             num_free += self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
             num_free += self._count_free(hits, num_skipped)
         return num_free
+
+    def count_blocks(
+        self, group: BlockGroup, num_scheduled: int, num_tokens: int, num_encoder_tokens: int
+    ) -> int:
+        """Entries of a table with slots for so many tokens; `num_scheduled` of them are not only guessed."""
+        if not group.is_cacheable:
+            return group.count_table_blocks(num_encoder_tokens)
+        return group.count_table_blocks(num_tokens if group.has_lookahead else num_scheduled)
 
     def count_full_sequence(
         self,
@@ -98,6 +104,7 @@ class SlotNeeds:
         tables: list[BlockTable] | None,
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_before: int,
+        num_scheduled: int,
         num_tokens: int,
         num_encoder_tokens: int,
         num_sequence_tokens: int,
@@ -107,7 +114,8 @@ class SlotNeeds:
 
         Nothing is shared then, and all hits are free blocks.
         Args:
-            num_tokens: that need slots now.
+            num_scheduled: tokens that are computed when the step has run.
+            num_tokens: that need slots now, guessed ones included.
             num_sequence_tokens: that need slots in the end, where the whole sequence must fit; else 0.
         Cost: O(blocks of the request).
         """
@@ -116,7 +124,7 @@ class SlotNeeds:
         num_held = 0
         num_forgotten = 0
         for group in self._groups:
-            num_blocks = group.count_table_blocks(num_tokens if group.is_cacheable else num_encoder_tokens)
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             num_most = 0
             if num_sequence_tokens:
                 num_most = self._count_most(group, self.limit(num_sequence_tokens), num_encoder_tokens)

@@ -30,6 +30,10 @@ class BlockGroup:
         self.forgets: bool = False
         # Whether what is kept is found from the head of a sequence on, without holes.
         self.is_downward_closed: bool = True
+        # Whether guessed tokens get slots, too.
+        self.has_lookahead: bool = True
+        # Whether a step reads what is there before it writes: nobody can hit what this very step writes.
+        self.reads_before_writes: bool = False
 
     def list_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """The hashes at this group's block size, of those at the pool's `hash_block_size`."""

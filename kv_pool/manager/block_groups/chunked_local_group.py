@@ -25,19 +25,19 @@ class ChunkedLocalGroup(BlockGroup):
         """As in `BlockGroup`: earlier chunks need no blocks, the last one all from its start."""
         pool = self.pool
         block_size = self.block_size
+        num_tokens = min(max_num_tokens, len(block_hashes) * block_size)
         while True:
-            num_blocks = min(max_num_tokens // block_size, len(block_hashes))
-            num_skipped = max_num_tokens // self.chunk_size * self.chunk_size // block_size
-            num_skipped = min(num_skipped, num_blocks)
+            # A shorter prefix ends in another chunk, perhaps, of which other blocks are needed.
+            num_tokens -= num_tokens % self.alignment
+            num_blocks = num_tokens // block_size
+            num_skipped = self.count_skipped_tokens(num_tokens) // block_size
             found = [pool.null_block] * num_skipped
             found.extend(
                 pool.find_cached_prefix(block_hashes[num_skipped:num_blocks], num_blocks, self.group_id)
             )
-            num_tokens = len(found) * block_size
-            if num_tokens % self.alignment == 0:
+            if len(found) == num_blocks:
                 return found, num_tokens
-            # A shorter prefix ends in another chunk, perhaps, of which other blocks are needed.
-            max_num_tokens = num_tokens - num_tokens % self.alignment
+            num_tokens = len(found) * block_size
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size

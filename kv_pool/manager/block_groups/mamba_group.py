@@ -19,6 +19,9 @@ class MambaGroup(BlockGroup):
         super().__init__(pool, group_id, block_size, alignment)
         self.forgets = True
         self.is_downward_closed = False
+        # A state for tokens that may be rejected would stand where the one of the accepted tokens belongs.
+        self.has_lookahead = False
+        self.reads_before_writes = True
 
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
@@ -42,7 +45,8 @@ class MambaGroup(BlockGroup):
         return 1 if num_blocks > num_entries else 0
 
     def find_first_written(self, num_computed_tokens: int, num_blocks: int) -> int:
-        return max(0, num_blocks - 1)
+        # The last entry; but a state at the end of its block is only read.
+        return max(num_blocks - 1, num_computed_tokens // self.block_size)
 
     def count_most_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The state that is read and the one that is written."""

@@ -1,0 +1,157 @@
+"""What a manager should answer, worked out anew for each call from the definitions, by scanning blocks."""
+
+from dataclasses import dataclass
+
+from manager.token_engine import find_first_read
+
+from kv_pool import AllocStatus, EncoderOnlyAttentionSpec, MambaSpec, SlidingWindowSpec
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+
+
+def count_blocks(spec, num_tokens):
+    return -(-num_tokens // spec.block_size)
+
+
+def find_first_kept(spec, num_computed):
+    """The first entry of a table that the token after the computed ones reads."""
+    if isinstance(spec, MambaSpec):
+        return max(0, num_computed - 1) // spec.block_size
+    return find_first_read(spec, num_computed) // spec.block_size
+
+
+def find_needed(spec, num_tokens):
+    """The entries without which a request can not go on after `num_tokens` tokens."""
+    end = num_tokens // spec.block_size
+    first = find_first_kept(spec, num_tokens)
+    if isinstance(spec, SlidingWindowSpec):
+        first = min(first, end - 1)  # vLLM's rule: even a window of one token hits a block
+    return range(first, end)
+
+
+def count_longest_hit(manager, request, max_num_tokens):
+    """The tokens of the longest prefix whose needed blocks carry their hashes: each length is tried."""
+    pool = manager.block_pool
+    specs = [(group_id, spec) for group_id, spec in enumerate(manager.groups) if spec.is_cacheable]
+    if not specs or not pool.enable_caching:
+        return 0
+    cached = {block.block_hash for block in pool.blocks if block.block_hash is not None}
+
+    def is_cached(group_id, spec, position):
+        index = (position + 1) * (spec.block_size // pool.hash_block_size) - 1
+        hashes = request.block_hashes
+        return index < len(hashes) and make_block_hash_with_group_id(hashes[index], group_id) in cached
+
+    def is_hit(num_tokens):
+        return all(
+            num_tokens % spec.block_size == 0
+            and all(is_cached(group_id, spec, position) for position in find_needed(spec, num_tokens))
+            for group_id, spec in specs
+        )
+
+    # No look-up at all goes beyond the tokens whose hashes are known.
+    most = min(max_num_tokens, len(request.block_hashes) * pool.hash_block_size)
+    return next((num_tokens for num_tokens in range(most, 0, -1) if is_hit(num_tokens)), 0)
+
+
+@dataclass
+class Expected:
+    """What a call to `allocate_slots` should do."""
+
+    status: AllocStatus
+    num_taken: int
+    """Free blocks that are free no more, less those that become free."""
+    num_given_up: int
+    """Of these, what leaves a window: given up even if the rest does not fit."""
+    num_entries: list[int]
+    """Of each group's table afterwards."""
+    waits: bool
+    """There is room, but its prefix goes on from a state that only this step writes."""
+
+
+def expect_allocation(
+    manager,
+    request,
+    num_new,
+    prefix=None,
+    *,
+    num_lookahead_tokens=0,
+    num_external_computed_tokens=0,
+    num_encoder_tokens=0,
+    full_sequence_must_fit=False,
+    reserved_blocks=0,
+    unwritten=frozenset(),
+    max_model_len=None,
+    **_,
+):
+    """Groups one by one, as the layout in `allocate_slots` says. `unwritten`: states this step writes."""
+
+    def limit(num_tokens):
+        return num_tokens if max_model_len is None else min(num_tokens, max_model_len)
+
+    has_blocks = manager.holds_blocks(request.request_id)
+    num_hit = 0 if prefix is None else prefix.num_tokens
+    num_before = request.num_computed_tokens + num_hit + num_external_computed_tokens
+    num_usable = manager.block_pool.num_gpu_blocks - 1
+    num_taken = num_given_up = num_held = num_full = num_full_held = 0
+    num_entries = []
+    waits = False
+    for group_id, spec in enumerate(manager.groups):
+        is_state = isinstance(spec, MambaSpec)
+        if isinstance(spec, EncoderOnlyAttentionSpec):
+            wanted = most = 0
+        elif not spec.is_cacheable:
+            wanted = most = count_blocks(spec, num_encoder_tokens)
+        else:
+            lookahead = 0 if is_state else num_lookahead_tokens
+            wanted = count_blocks(spec, limit(num_before + num_new + lookahead))
+            most = count_blocks(spec, limit(request.num_tokens))
+            most = min(2, most) if is_state else most
+        first = find_first_kept(spec, num_before) if spec.is_cacheable else 0
+        if has_blocks:
+            blocks = manager.get_table(request.request_id, group_id).blocks
+            gone = [block for block in blocks[:first] if not block.is_null]
+            num_given_up += sum(block.ref_cnt == 1 for block in gone)
+            num_free_hits = 0
+        else:
+            hits = [] if prefix is None else prefix.blocks[group_id]
+            blocks = [None] * min(first, len(hits)) + hits[first:] + [None] * (first - len(hits))
+            num_free_hits = sum(block.ref_cnt == 0 for block in hits[first:])
+            waits = waits or any(block.block_id in unwritten for block in hits[-1:])
+        kept = [block for block in blocks[first:] if not block.is_null]
+        num_now = len(blocks)
+        num_new_blocks = 0
+        if not has_blocks and is_state and num_external_computed_tokens:
+            # The state that comes from elsewhere, and the one that the step writes.
+            num_new_blocks += count_blocks(spec, num_before) > num_now
+            num_now = max(num_now, count_blocks(spec, num_before))
+        num_new_blocks += min(1, max(0, wanted - num_now)) if is_state else max(0, wanted - num_now)
+        num_copied = 0
+        if has_blocks and spec.is_cacheable:
+            first_written = num_before // spec.block_size  # a full block is not written any more
+            if is_state:
+                first_written = max(first_written, wanted - 1)
+            num_copied = sum(block.ref_cnt > 1 for block in blocks[first_written:])
+        num_taken += num_new_blocks + num_copied + num_free_hits
+        num_held += len(kept) + num_new_blocks
+        num_full += max(0, most - len(blocks)) + num_free_hits
+        num_full_held += max(0, most - len(blocks)) + len(kept)
+        num_entries.append(max(num_now, wanted))
+    left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
+    available = manager.get_num_free_blocks() - left
+    if full_sequence_must_fit and num_full_held > num_usable:
+        status = AllocStatus.NEVER
+    elif full_sequence_must_fit and num_full > available:
+        status = AllocStatus.LATER
+    elif num_taken > available + num_given_up - reserved_blocks:
+        status = AllocStatus.NEVER if num_held + reserved_blocks > num_usable else AllocStatus.LATER
+    else:
+        status = AllocStatus.OK
+    waits = waits and status is AllocStatus.OK
+    if waits:
+        status = AllocStatus.LATER
+    return Expected(status, num_taken - num_given_up, num_given_up, num_entries, waits)
+
+
+def count_free_blocks(manager):
+    """By a full scan: blocks on which nobody has a reference."""
+    return sum(block.ref_cnt == 0 and not block.is_null for block in manager.block_pool.blocks)
