@@ -172,8 +172,8 @@ if __name__ == "__main__":
 
 # prints:
 # parallel sampling: 4 of 4 sequences are those without blocks
-#   3 forks, 4 blocks copied
+#   3 forks, 3 blocks copied
 #   25 blocks at most, where each alone would hold 44 together
 # beam search: 4 of 4 sequences are those without blocks
-#   28 forks, 35 blocks copied
+#   28 forks, 21 blocks copied
 #   14 blocks at most, where each alone would hold 44 together
