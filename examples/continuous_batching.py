@@ -3,7 +3,7 @@
 Requests of the bundled production trace arrive on a virtual clock; they wait, run or are swapped out. The
 engine is a stand-in that proves the block tables right: it writes something of each token into its slot, and
 computes a request's next token from all of its slots. In the end each output is compared with one computed
-without any blocks.
+without any blocks. A model of transformers under the same scheduler: examples/batching_a_model.py.
 
 Run it: python examples/continuous_batching.py      needs the extra cli; --help for its options
 What each call means, and why in this order: kv_pool/manager/README.md
