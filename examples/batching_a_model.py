@@ -1,7 +1,7 @@
 """The scheduler of continuous_batching.py over a small Llama whose keys and values live in the pool's blocks.
 
-Prompts are computed in chunks, together with sequences that decode; some are preempted, or swapped to the host
-and back. Each output is compared with what transformers generates with its own cache.
+Prompts are computed in chunks, together with sequences that decode; some are preempted, or swapped to the
+host and back. Each output is compared with what transformers generates with its own cache.
 
 Run it: pip install '.[transformers]' && python examples/batching_a_model.py
 """
