@@ -34,8 +34,8 @@ Leases
 
 T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all that was written; T8
 between the last `allocate_slots` of a step and the step; R and L whenever no method is running, R8 after any
-that looked at the clock. `check_manager(manager, requests)` and the others raise CorruptedPoolError naming the first
-that fails. Never compiled: for tests, and for whoever changes the manager or writes a scheduler.
+that looked at the clock. `check_manager(manager, requests)` and its like raise CorruptedPoolError naming the
+first that fails. Never compiled: for tests, and for whoever changes the manager or writes a scheduler.
 """
 
 from collections import Counter

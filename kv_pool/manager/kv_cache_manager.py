@@ -232,7 +232,9 @@ class KVCacheManager:
         need_now = self._needs.count(
             tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
         )
-        num_given_up = 0 if tables is None else self._needs.count_to_forget(tables, num_before)
+        num_given_up = 0
+        if tables is not None:
+            num_given_up = self._needs.count_to_forget(request.request_id, tables, num_before)
         if need_now > num_available + num_given_up - reserved_blocks:
             num_held = self._needs.count_held(
                 tables, prefix_blocks, num_before, num_scheduled, num_tokens, num_encoder_tokens
