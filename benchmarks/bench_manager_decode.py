@@ -28,13 +28,16 @@ WINDOW_TOKENS = 128
 PROMPT_LENGTHS = (128, 512, 2048, 8192)
 NUM_SEQUENCES = (16, 64, 256, 1024)
 CHUNK_TOKENS = 2048
-# Tokens in the running sequences' prompts, besides a few, so that they fill their blocks at different steps.
+# Of a running sequence, and up to 15 more: at each step another sixteenth of them needs a block.
 DECODE_PROMPT_TOKENS = 512
-# As many steps as tokens in a block: each sequence takes exactly one block in a window of so many.
-WINDOW_STEPS = BLOCK_SIZE
-TOKENS_PER_SAMPLE = 16_384
+TOKENS_PER_SAMPLE = 2_048
+# Of the pool that requests go through, one after the other: the longest takes an eighth.
+POOL_BLOCKS = 4_096
 GROUPS = {"full": ["full"], "full + window": ["full", "window"]}
 """A model whose layers all attend to everything, and one where some have a window."""
+
+# CPU time of this thread: what other processes take meanwhile does not count.
+now = time.thread_time_ns
 
 
 @dataclass
@@ -304,29 +307,29 @@ def fill_cache(lanes: list[Lane], rng: random.Random, num_blocks: int) -> None:
 
 def measure_requests(options: argparse.Namespace, names: list[str], groups: str) -> list[Row]:
     """Look up, allocate in chunks, free: prompts that nobody has sent before, and prompts seen before."""
-    num_blocks = 4 * options.tokens_per_sample // BLOCK_SIZE * len(GROUPS[groups])
+    num_blocks = POOL_BLOCKS * len(GROUPS[groups])
     lanes = [LANES[name](Shape(GROUPS[groups], num_blocks, 1, 16_384)) for name in names]
     rng = random.Random(options.seed)
     fill_cache(lanes, rng, num_blocks)
     rows = []
+    gc.collect()
+    gc.freeze()  # as vLLM's engine does when it is up
+    gc.disable()
     for length in PROMPT_LENGTHS:
         new = Row(f"{groups}: {length:,} tokens, new")
         seen = Row(f"{groups}: {length:,} tokens, seen before")
         for run in range(-1, options.runs):
-            prompts = [some_tokens(rng, length) for _ in range(max(1, options.tokens_per_sample // length))]
+            prompts = [some_tokens(rng, length) for _ in range(max(1, TOKENS_PER_SAMPLE // length))]
             for row in (new, seen):
                 num_hits = set()
                 for lane in in_turn(lanes, run):
                     requests = [lane.make_request(f"{n}", prompt) for n, prompt in enumerate(prompts)]
                     run_request = lane.run_request
-                    gc.collect()
-                    gc.disable()
-                    start = time.perf_counter_ns()
                     num_hit_tokens = 0
+                    start = now()
                     for request in requests:
                         num_hit_tokens += run_request(request)
-                    elapsed = time.perf_counter_ns() - start
-                    gc.enable()
+                    elapsed = now() - start
                     num_hits.add(num_hit_tokens)
                     if run >= 0:
                         row.add(lane.name, "request", elapsed / len(requests) / 1e3)
@@ -335,13 +338,14 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
         rows += [new, seen]
         print_row(new, ["request"])
         print_row(seen, ["request"])
+    gc.enable()
+    gc.unfreeze()
     return rows
 
 
 def measure_steps(options: argparse.Namespace, names: list[str], groups: str, num_sequences: int) -> Row:
     """Steps that decode one token of each sequence."""
-    num_steps = WINDOW_STEPS * options.windows
-    max_num_tokens = DECODE_PROMPT_TOKENS + WINDOW_STEPS + num_steps + 2
+    max_num_tokens = DECODE_PROMPT_TOKENS + 2 * BLOCK_SIZE + options.steps + 2
     num_blocks = num_sequences * (-(-max_num_tokens // BLOCK_SIZE)) * len(GROUPS[groups]) * 5 // 4
     num_blocks = max(num_blocks, 2 * 4096 // BLOCK_SIZE * len(GROUPS[groups]))
     shape = Shape(GROUPS[groups], num_blocks, num_sequences, max_num_tokens)
@@ -362,29 +366,23 @@ def measure_steps(options: argparse.Namespace, names: list[str], groups: str, nu
                 request.append_output_token_ids([1])
             batches[lane.name] = batch
         gc.collect()
-        gc.freeze()  # as vLLM's engine does when it is up
+        gc.freeze()
         gc.disable()
-        for window in range(-1, options.windows - 1):
-            elapsed = {lane.name: [0, 0, 0] for lane in lanes}
-            for step in range(WINDOW_STEPS):
-                for lane in in_turn(lanes, step):
-                    batch = batches[lane.name]
-                    start = time.perf_counter_ns()
-                    lane.allocate(batch)
-                    allocated = time.perf_counter_ns()
-                    lane.update_table()
-                    updated = time.perf_counter_ns()
-                    lane.compute_slots()
-                    mapped = time.perf_counter_ns()
-                    times = elapsed[lane.name]
-                    times[0] += allocated - start
-                    times[1] += updated - allocated
-                    times[2] += mapped - updated
-                    lane.end_step(batch, 1)
-            if window >= 0:
-                for name, times in elapsed.items():
-                    for part, time_ns in zip(("allocate", "table", "slots"), times, strict=True):
-                        row.add(name, part, time_ns / WINDOW_STEPS / 1e3)
+        for step in range(-BLOCK_SIZE, options.steps):
+            for lane in in_turn(lanes, step):
+                batch = batches[lane.name]
+                start = now()
+                lane.allocate(batch)
+                allocated = now()
+                lane.update_table()
+                updated = now()
+                lane.compute_slots()
+                mapped = now()
+                lane.end_step(batch, 1)
+                if step >= 0:  # each has taken a block by then: everything has been run
+                    row.add(lane.name, "allocate", (allocated - start) / 1e3)
+                    row.add(lane.name, "table", (updated - allocated) / 1e3)
+                    row.add(lane.name, "slots", (mapped - updated) / 1e3)
         gc.enable()
         gc.unfreeze()
         check_same_shape(lanes, num_sequences)
@@ -415,8 +413,7 @@ def print_row(row: Row, parts: list[str]) -> None:
         figures = f"{row.sum_medians(lane, parts):>10.1f}"
         if len(parts) > 1:
             figures += f"{row.median(lane, 'allocate'):>10.1f}{row.median(lane, 'table'):>8.1f}"
-            slots = row.median(lane, "slots")
-            figures += f"{slots:>8.1f}" if slots >= 1 else f"{'-':>8}"
+            figures += f"{row.median(lane, 'slots'):>8.1f}" if lane == OURS else f"{'-':>8}"
         else:
             figures += " " * 26
         ratio = ratio_to_vllm(row, lane, parts)
@@ -437,7 +434,7 @@ def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) 
     for request in batch:
         request.num_computed_tokens = request.num_tokens
         request.append_output_token_ids([1])
-    for _ in range(WINDOW_STEPS * 4):
+    for _ in range(BLOCK_SIZE * 4):
         profile.enable()
         lane.allocate(batch)
         lane.update_table()
@@ -449,10 +446,9 @@ def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="samples of each row of requests")
+    parser.add_argument("--runs", type=int, default=60, help="samples of each row of requests")
     parser.add_argument("--decode-runs", type=int, default=3, help="fresh managers for each row of steps")
-    parser.add_argument("--windows", type=int, default=7, help=f"{WINDOW_STEPS} steps each, one not counted")
-    parser.add_argument("--tokens-per-sample", type=int, default=TOKENS_PER_SAMPLE)
+    parser.add_argument("--steps", type=int, default=128, help="steps of each, after some that do not count")
     parser.add_argument("--seed", type=int, default=0, help="of token ids")
     parser.add_argument("--no-vllm", action="store_true", help="measure kv_pool only")
     parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences, and stop")
@@ -460,7 +456,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     options = parser.parse_args()
     if options.quick:
-        options.runs, options.decode_runs, options.windows = 2, 1, 2
+        options.runs, options.decode_runs, options.steps = 2, 1, 16
     return options
 
 

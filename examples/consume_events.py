@@ -8,13 +8,17 @@ import random
 import sys
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.continuity import BatchesLost, PublisherRestarted, ReceivedBatch
-from kv_pool.events.follow import follow
-from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.publisher import ZMQEventPublisher
-from kv_pool.events.stream_state import StreamState
-from kv_pool.events.subscriber import KVEventSubscriber
+from kv_pool.events import (
+    BatchesLost,
+    KVEventSubscriber,
+    PrefixMirror,
+    PublisherConfig,
+    PublisherRestarted,
+    ReceivedBatch,
+    StreamState,
+    ZMQEventPublisher,
+    follow,
+)
 
 PROMPT = list(range(100, 116))  # every request begins with these 16 tokens: 4 blocks
 

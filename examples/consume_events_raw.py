@@ -85,9 +85,7 @@ if len(sys.argv) > 2:
 else:
     # Only what publishes is ours.
     from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-    from kv_pool.events.config import PublisherConfig
-    from kv_pool.events.publisher import ZMQEventPublisher
-    from kv_pool.events.stream_state import StreamState
+    from kv_pool.events import PublisherConfig, StreamState, ZMQEventPublisher
 
     pool = BlockPool(11, True, 4, enable_kv_cache_events=True)
     manager = KVCacheManager(pool)

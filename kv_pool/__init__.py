@@ -25,6 +25,7 @@ from kv_pool.errors import (
     OutOfBlocksError,
     PinLimitError,
     PinnedBlockError,
+    PlanClosedError,
     PoolExhaustedError,
     StaleLeaseError,
     TraceError,
@@ -46,6 +47,8 @@ from kv_pool.manager.kv_cache_spec import (
 from kv_pool.manager.leases import BlockLeases, LeaseKind
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.manager.retention import BlockRetention, RetentionDirective
+from kv_pool.manager.swap import BlockSwapper
+from kv_pool.manager.swap_plan import SwapPlan
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 from kv_pool.protocol import (
     AllocationResult,
@@ -71,6 +74,7 @@ __all__ = [
     "BlockRemoved",
     "BlockRetention",
     "BlockStored",
+    "BlockSwapper",
     "CachedPrefix",
     "ChunkedLocalAttentionSpec",
     "ControlError",
@@ -101,11 +105,13 @@ __all__ = [
     "PinLimitError",
     "PinnedBlockError",
     "PlaceholderRange",
+    "PlanClosedError",
     "PoolExhaustedError",
     "Request",
     "RetentionDirective",
     "SlidingWindowSpec",
     "StaleLeaseError",
+    "SwapPlan",
     "TraceError",
     "UnknownDeviceError",
     "UnknownSequenceError",

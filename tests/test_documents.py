@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
-from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
+from kv_pool.events import KVEventBatch, PublisherConfig, decode_batch, encode_batch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -94,6 +94,11 @@ def test_the_readers_on_the_page_about_events_print_what_it_says():
     output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == output
+
+
+def test_the_publisher_on_the_page_about_events_can_be_configured_so(tmp_path):
+    (tmp_path / "publisher.toml").write_text(re.search(r"```toml\n(.*?)```", EVENTS_README, re.DOTALL)[1])
+    assert PublisherConfig.from_toml(tmp_path / "publisher.toml").topic == "kv@pod-1@a-model"
 
 
 def test_links_in_the_documents_lead_somewhere():

@@ -22,3 +22,22 @@ def test_storage_in_host_memory_needs_no_torch():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"
+
+
+def test_the_event_stream_is_imported_name_by_name_and_without_pyzmq_as_far_as_that_goes():
+    code = (
+        "import sys; before = set(sys.modules); import kv_pool.events as events; dir(events)\n"
+        "print(sorted(name for name in set(sys.modules) - before if name.startswith('kv_pool.events')))\n"
+        "sys.modules['zmq'] = None\n"
+        "from kv_pool.errors import MissingDependencyError\n"
+        "need_zmq = []\n"
+        "for name in events.__all__:\n"
+        "    try: getattr(events, name)\n"
+        "    except MissingDependencyError: need_zmq.append(name)\n"
+        "print(need_zmq)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == [
+        "['kv_pool.events']",
+        "['KVEventSubscriber', 'SubscriberStatistics', 'ZMQEventPublisher']",
+    ]

@@ -16,7 +16,8 @@ from rich.text import Text
 from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.continuity import ReceivedBatch, StreamItem
-from kv_pool.events.follow import apply_item
+from kv_pool.events.curve_keys import CurveKeys
+from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 
 if TYPE_CHECKING:
@@ -32,6 +33,24 @@ def events(
     replay: Annotated[
         list[str] | None,
         typer.Option(metavar="ENDPOINT", help="Where to ask for missed batches, one per ENDPOINT, in order."),
+    ] = None,
+    bind: Annotated[
+        bool, typer.Option("--bind", help="Bind ENDPOINT, for publishers that connect to their readers.")
+    ] = False,
+    curve_server_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="For an encrypted stream: the publisher's public key, a .key file; one for all "
+            "ENDPOINTs, or one each, in order.",
+        ),
+    ] = None,
+    curve_secret_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Your own keys, a .key_secret file, where the publisher admits only readers it knows.",
+        ),
     ] = None,
     topic: Annotated[str, typer.Option(help="Only batches whose topic begins so.")] = "",
     kind: Annotated[str | None, typer.Option(help="Only stored, removed or cleared.")] = None,
@@ -57,10 +76,13 @@ def events(
     if mirror and (json or kind is not None):
         raise InvalidArgumentError("--mirror shows a table; leave out --json and --kind")
     chosen = LineFilter(kind, group, medium)
+    keys = read_keys(curve_server_key or [], curve_secret_key, len(endpoints))
     with contextlib.ExitStack() as opened:
         subscribers = {
-            endpoint: opened.enter_context(KVEventSubscriber(endpoint, its_replay, topic))
-            for endpoint, its_replay in zip(endpoints, replays, strict=True)
+            endpoint: opened.enter_context(
+                KVEventSubscriber(endpoint, its_replay, topic, binds=bind, curve=its_keys)
+            )
+            for endpoint, its_replay, its_keys in zip(endpoints, replays, keys, strict=True)
         }
         show: EventPrinter | MirrorTable
         if mirror:
@@ -69,6 +91,25 @@ def events(
             show = opened.enter_context(EventPrinter(chosen, json, limit))
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(read_all(subscribers, show))
+
+
+def read_keys(
+    server_key_files: list[str], secret_key_file: str | None, num_endpoints: int
+) -> list[CurveKeys | None]:
+    """The keys for each endpoint, None where the stream is plain. Raises InvalidArgumentError."""
+    if not server_key_files:
+        if secret_key_file is not None:
+            raise InvalidArgumentError(
+                "--curve-secret-key is for an encrypted stream; give the publisher's --curve-server-key, too"
+            )
+        return [None] * num_endpoints
+    if len(server_key_files) not in (1, num_endpoints):
+        raise InvalidArgumentError(
+            f"{num_endpoints} endpoints and {len(server_key_files)} times --curve-server-key; give one for "
+            f"each, or one for all"
+        )
+    keys = [CurveKeys.from_files(one, secret_key_file) for one in server_key_files]
+    return [*keys] if len(keys) == num_endpoints else [keys[0]] * num_endpoints
 
 
 async def read_all(subscribers: "dict[str, KVEventSubscriber]", show: "EventPrinter | MirrorTable") -> None:

@@ -72,6 +72,15 @@ PublishReplay = Annotated[
         rich_help_panel=EVENTS_PANEL,
     ),
 ]
+PublishConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A TOML file whose table [publisher] says how to send: topic, heartbeat_s, hwm, CURVE keys and "
+        "whatever else PublisherConfig has; the two options above win over its endpoints.",
+        rich_help_panel=EVENTS_PANEL,
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=_MODEL),

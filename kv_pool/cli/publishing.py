@@ -1,36 +1,79 @@
 """The publisher that `serve` and `replay` open when they are asked to send events."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.events.stream_state import StreamState
+
+if TYPE_CHECKING:
+    from kv_pool.events.publisher import ZMQEventPublisher
 
 
 @contextmanager
-def open_publisher(endpoint: str | None, replay_endpoint: str | None) -> Iterator[EventPublisher | None]:
-    """A publisher of an exact stream with snapshots, closed at the end; None without an endpoint.
+def open_publisher(
+    endpoint: str | None, replay_endpoint: str | None, config_file: str | None = None
+) -> "Iterator[ZMQEventPublisher | None]":
+    """A publisher of an exact stream with snapshots, closed at the end; None if nothing asks for one.
 
     Raises:
-        InvalidArgumentError: what is no endpoint, or one for replay alone.
-        EndpointError: one that cannot be bound.
+        InvalidArgumentError: as `read_publisher_config`, or a key file that can not be used.
+        EndpointError: an endpoint that cannot be bound.
         MissingDependencyError: pyzmq is not installed.
     """
-    if endpoint is None:
-        if replay_endpoint is not None:
-            raise InvalidArgumentError("publish_replay is about missed events; give publish, too")
+    config = read_publisher_config(endpoint, replay_endpoint, config_file)
+    if config is None:
         yield None
         return
     from kv_pool.events.publisher import ZMQEventPublisher
 
-    config = PublisherConfig(endpoint=endpoint, replay_endpoint=replay_endpoint)
     with ZMQEventPublisher(config, StreamState()) as publisher:
         yield publisher
 
 
-def describe_publisher(publisher: EventPublisher) -> str:
+def read_publisher_config(
+    endpoint: str | None, replay_endpoint: str | None, config_file: str | None
+) -> PublisherConfig | None:
+    """The table `[publisher]` of a TOML file, with these endpoints in place of its own where they are given.
+
+    None without an endpoint and without a file.
+    Raises:
+        InvalidArgumentError: what is no endpoint, or one for replay alone; a file that can not be read, or
+            means nothing. The message names it.
+    """
+    if config_file is None:
+        if endpoint is None:
+            if replay_endpoint is not None:
+                raise InvalidArgumentError("publish_replay is about missed events; give publish, too")
+            return None
+        return PublisherConfig(endpoint=endpoint, replay_endpoint=replay_endpoint)
+    try:
+        config = PublisherConfig.from_toml(config_file)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{config_file}: can not read the publisher's configuration: {error.strerror}"
+        ) from error
+    return replace(
+        config,
+        endpoint=config.endpoint if endpoint is None else endpoint,
+        replay_endpoint=config.replay_endpoint if replay_endpoint is None else replay_endpoint,
+    )
+
+
+def describe_publisher(publisher: "ZMQEventPublisher") -> str:
     """The command that shows its events."""
-    replay = "" if publisher.replay_endpoint is None else f" --replay {publisher.replay_endpoint}"
-    return f"kv-pool events {publisher.endpoint}{replay}"
+    config = publisher.config
+    words = ["kv-pool", "events", str(publisher.endpoint)]
+    if publisher.replay_endpoint is not None:
+        words += ["--replay", publisher.replay_endpoint]
+    if config.bind is False:
+        words.append("--bind")
+    if config.curve_secret_key_file is not None:
+        words += ["--curve-server-key", config.curve_secret_key_file.removesuffix("_secret")]
+    if config.curve_client_keys_dir is not None:
+        words += ["--curve-secret-key", "YOURS.key_secret"]
+    return shlex.join(words)

@@ -48,6 +48,7 @@ def replay(
     runs: options.Runs = False,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
+    publish_config: options.PublishConfig = None,
     pace: Annotated[
         float | None,
         typer.Option(
@@ -83,10 +84,10 @@ def replay(
         seed=seed,
         runs=runs,
     )
-    if pace is not None and publish is None:
+    if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is about events; give --publish, too")
     with ExitStack() as stack:
-        publisher = stack.enter_context(open_publisher(publish, publish_replay))
+        publisher = stack.enter_context(open_publisher(publish, publish_replay, publish_config))
         feed = None
         if publisher is not None:
             feed = EventFeed(publisher, pace)

@@ -79,6 +79,7 @@ def serve(
     duration: Annotated[float | None, typer.Option(help="Seconds. Default: until Ctrl-C.")] = None,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
+    publish_config: options.PublishConfig = None,
     socket: Annotated[str | None, typer.Option(help="The control socket. Default: this user's own.")] = None,
     config: Annotated[
         str | None,
@@ -91,7 +92,7 @@ def serve(
     # All options, by the names that they have in a file.
     given = {name: value for name, value in locals().items() if name != "config"}
     settings = read_settings(config, given)
-    with open_publisher(settings.publish, settings.publish_replay) as publisher:
+    with open_publisher(settings.publish, settings.publish_replay, settings.publish_config) as publisher:
         replay = LiveReplay(settings, publisher=publisher)
         asked_to_end = _catch_signals()
         with ControlServer(replay.pool, settings.socket) as server:

@@ -31,6 +31,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         socket: the control socket's path; None for the default one.
         publish: the endpoint from which the pool's events are sent; None for no events.
         publish_replay: where readers of these ask for what they missed; None for nowhere.
+        publish_config: a TOML file with a table [publisher], for all that can be said about a publisher;
+            `publish` and `publish_replay` win over its endpoints. None for the defaults.
     """
 
     trace: str = "mooncake_conversation"
@@ -48,6 +50,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     socket: str | None = None
     publish: str | None = None
     publish_replay: str | None = None
+    publish_config: str | None = None
 
 
 def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:

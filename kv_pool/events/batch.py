@@ -77,28 +77,49 @@ def decode_batch(payload: bytes) -> DecodedBatch:
 
     Raises:
         EventStreamError: this is not a batch.
-    Cost: one pass in C when every event is a well-formed map, a Python loop over the events if not.
+    Cost: one pass in C when every event is a well-formed map, a Python loop over the events if not, or if
+        the batch is a snapshot's size: other threads run in between.
     """
     try:
+        if len(payload) >= _LARGE_BYTES:
+            raw_batch = _RAW_DECODER.decode(payload)
+            events: list[KVCacheEvent] = [_EVENT_DECODER.decode(raw_event) for raw_event in raw_batch.events]
+            return DecodedBatch(raw_batch.ts, events, raw_batch.data_parallel_rank)
         batch = _DECODER.decode(payload)
     except _UNREADABLE:
         return _decode_loosely(payload)
     return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank)
 
 
+_Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
 class _TypedBatch(msgspec.Struct, array_like=True):
     """The batch as a current publisher sends it."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[_Event]
     data_parallel_rank: int | None = None
 
+
+class _RawBatch(msgspec.Struct, array_like=True):
+    """The same, its events still bytes."""
+
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+_LARGE_BYTES = 100_000
+"""From this size on, one call in C would keep other threads waiting for longer than Python does by itself."""
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """What decoding raises for bytes that make no sense; msgspec 0.19 has errors that are no ValueError."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
+_RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
+_EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 _EVENT_TYPES: dict[str, type[KVCacheEvent]] = {
     "BlockStored": BlockStored,

@@ -49,7 +49,7 @@ class GroupSpec:
 class PublisherConfig:
     """How a publisher sends. Names that vLLM's `KVEventsConfig` has mean the same here.
 
-        >>> from kv_pool.events.config import PublisherConfig
+        >>> from kv_pool.events import PublisherConfig
         >>> PublisherConfig(endpoint="tcp://*:5557", data_parallel_rank=2).rank_endpoint
         'tcp://*:5559'
 

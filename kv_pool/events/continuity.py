@@ -9,6 +9,10 @@
            +------- end marker, then held -----+
 ```
 
+After a connection nothing is asked for yet: ZeroMQ's publishers learn of a subscription a moment later, and
+what is sent between the answer and that moment reaches nobody. Where that is more than the publisher's buffer
+holds, it would take a second snapshot. So the first live batch, or a short while without one, comes before.
+
 What numbers cannot tell, bytes do: a request begins with the last batch that was taken, and only the same
 life of the publisher has the same bytes for it. A live batch that was replayed already is known by its bytes,
 too, so that any other number below the expected one is a new life. No sockets and no clock in here.
@@ -143,9 +147,9 @@ class Continuity:
         silence_after_s: without any sign of life for so long, the publisher is asked, then called silent.
             None for publishers that may have nothing to say.
         max_held: live batches kept during a replay; beyond that the oldest go, since the replay has them.
-        settle_s: so long after a connection was made, if nothing has come live by then, the publisher is
-            asked once more: ZeroMQ's publishers learn of a subscription a moment later, and a batch sent in
-            between reaches nobody. None for no such request.
+        settle_s: so long after the start and after a connection was made the publisher is asked; at the first
+            one as soon as something comes live, if that is sooner. At a later one that could be from before.
+            None to ask at once.
 
     Memory: at most `max_held` payloads, and a fingerprint each of 100 000 replayed batches.
     """
@@ -183,13 +187,17 @@ class Continuity:
         # A replayed batch's number: live batches up to there are in a snapshot, or were called lost.
         self._passed: int | None = None
         if can_replay:
-            self._let_settle(now)
-            self._ask(now)
+            self._settle_and_ask(now)
 
     @property
     def expected(self) -> int | None:
         """The sequence of the next batch; None while nothing is known of the publisher."""
         return self._expected
+
+    @property
+    def is_recovering(self) -> bool:
+        """Live batches wait for an answer; it may be that it was not asked for yet."""
+        return self.request is not None or self._settled_at is not None
 
     @property
     def num_held(self) -> int:
@@ -214,8 +222,9 @@ class Continuity:
     def take_live(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
         """A batch came live."""
         self._note_life(now)
-        self._settled_at = None
-        if self.request is not None:
+        if self._settled_at is not None and not self._is_doubtful:
+            self._ask(now)
+        if self.is_recovering:
             self._held.append((sequence, payload))
             return []
         return self._follow(sequence, payload, now)
@@ -278,7 +287,6 @@ class Continuity:
             if self.deadline is None or now < self.deadline:
                 return []
             if self._settled_at is not None and now >= self._settled_at:
-                self._settled_at = None
                 return self._ask(now)
             if self.can_replay:
                 self._ask(now, is_probe=True)
@@ -304,22 +312,18 @@ class Continuity:
     def take_connected(self, now: float) -> list[StreamItem]:
         """The live connection is there, or there again. Call it before taking what comes over it.
 
-        A first time needs no more than the request that was made at the start. After that there may be a new
-        life at the other end: until an answer has shown the last batch again, or said that it is gone, what
-        comes live waits. What waited before is forgotten: it may be of the old life, and the answer has it
-        if it is not.
+        Other than the first time there may be a new life at the other end: until an answer has shown the last
+        batch again, or said that it is gone, what comes live waits. What waited before is forgotten, as is a
+        request under way: it may be of the old life, and the next answer has it if it is not.
         """
         if not self.can_replay:
             return []
-        self._let_settle(now)
-        is_first = not self._was_connected
+        self._is_doubtful = self._was_connected
         self._was_connected = True
-        if is_first and self.request is not None:
-            return []
-        self._is_doubtful = not is_first
         self._num_fruitless = 0
         self._held.clear()
-        return self._ask(now)
+        self._settle_and_ask(now)
+        return []
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -441,12 +445,17 @@ class Continuity:
         """Ask for what should come next, beginning with the last batch that was taken if overlapping."""
         is_overlapping = is_overlapping and bool(self._expected) and self._last_fingerprint is not None
         start = (self._expected or 0) - is_overlapping
+        self._settled_at = None
         self.request = ReplayRequest(start, is_overlapping, now + self.replay_timeout_s, is_probe)
         self._counts.num_requests += 1
         return []
 
-    def _let_settle(self, now: float) -> None:
-        self._settled_at = None if self._settle_s is None else now + self._settle_s
+    def _settle_and_ask(self, now: float) -> None:
+        if self._settle_s is None:
+            self._ask(now)
+            return
+        self.request = None
+        self._settled_at = now + self._settle_s
 
     def _note_life(self, now: float) -> None:
         self._last_life = now

@@ -50,7 +50,7 @@ class PrefixMirror:
     """Which publisher holds which blocks, learned from event streams; fast enough to route requests by.
 
         >>> from kv_pool import BlockHasher, BlockStored
-        >>> from kv_pool.events.mirror import PrefixMirror
+        >>> from kv_pool.events import PrefixMirror
         >>> mirror = PrefixMirror()
         >>> mirror.apply("engine-1", [BlockStored([11, 12, 13], None, list(range(12)), 4, None, "GPU", None)])
         >>> mirror.apply("engine-2", [BlockStored([11], None, [0, 1, 2, 3], 4, None, "GPU", None)])

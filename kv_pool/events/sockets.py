@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
+from kv_pool.events.curve_keys import load_key_pair
 from kv_pool.events.endpoints import is_ipv6, should_bind
 from kv_pool.events.zmq_module import zmq
 
@@ -37,7 +38,11 @@ class PublisherSockets:
         self._authenticator: ThreadAuthenticator | None = None
         self._opened: list[zmq.SyncSocket] = []
         try:
-            self._keys = _load_keys(config.curve_secret_key_file)
+            self._keys = (
+                None
+                if config.curve_secret_key_file is None
+                else load_key_pair("curve_secret_key_file", config.curve_secret_key_file)
+            )
             if config.curve_client_keys_dir is not None:
                 self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
             self.live = self._open(zmq.PUB, endpoints, config.linger_s, config.hwm)
@@ -98,28 +103,6 @@ class PublisherSockets:
             )
             raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-
-
-def _load_keys(path: str | None) -> tuple[bytes, bytes] | None:
-    """The server's public and secret key, None without a file."""
-    if path is None:
-        return None
-    import zmq.auth
-
-    if not zmq.has("curve"):
-        raise InvalidArgumentError(
-            "this libzmq has no CURVE; leave curve_secret_key_file out, or install another"
-        )
-    try:
-        public_key, secret_key = zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"curve_secret_key_file {path}: {error}") from error
-    if secret_key is None or len(secret_key) != 40 or len(public_key) != 40:
-        raise InvalidArgumentError(
-            f"curve_secret_key_file {path} has no pair of keys; "
-            f"the .key_secret file that zmq.auth.create_certificates writes has one"
-        )
-    return public_key, secret_key
 
 
 def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":

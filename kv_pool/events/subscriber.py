@@ -7,23 +7,16 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kv_pool.errors import EndpointError, EventStreamError, InvalidArgumentError
 from kv_pool.events.continuity import Continuity, ContinuityCounts, ReplayRequest, StreamItem
+from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint, is_ipv6
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.zmq_module import zmq
 
 _READ_AT_ONCE = 1000
-
-
-class CurveKeys(NamedTuple):
-    """Keys for an encrypted stream, in Z85 as `zmq.curve_keypair()` and certificate files have them."""
-
-    server_public_key: bytes
-    public_key: bytes
-    secret_key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +26,7 @@ class SubscriberStatistics:
     Attributes:
         counts: what happened to the stream.
         next_sequence: of the batch that should come next; None while nothing is known.
-        is_recovering: an answer to a request is awaited.
+        is_recovering: what was missed is being asked for; live batches wait meanwhile.
         is_silent: see `PublisherSilent`.
         num_held: live batches that wait for the answer.
         num_connections: times that the live connection was made.
@@ -191,7 +184,7 @@ class KVEventSubscriber:
         return SubscriberStatistics(
             counts=machine.counts(),
             next_sequence=machine.expected,
-            is_recovering=machine.request is not None,
+            is_recovering=machine.is_recovering,
             is_silent=machine.is_silent,
             num_held=machine.num_held,
             num_connections=self._num_connections,

@@ -14,13 +14,13 @@ Tables and copies
         there;  who else has it in a table found it so, and begins after it; of a state nobody else has it
 
 Retention
-    R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and it carries the hash that was claimed
-    R2  b has claims and that hash, and is not kept  =>  b.ref_cnt > 0
+    R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and it carries a hash
+    R2  claims on b are remembered, and it carries the hash they were made for  =>  b.ref_cnt > 0, not kept
     R3  every kept block is listed once in its batch, not before `first`; a batch counts its kept blocks
     R4  a batch is in the bucket of its strength: the strongest of its claims, EXPIRED without any
     R5  |kept| == num_kept + num_pinned;  a block is in the set of pinned ones  <=>  a claim on it is a pin
     R6  num_pins <= max_pinned_blocks
-    R7  in a bucket that counts as sorted the batches' numbers rise; those of one batch's blocks always do
+    R7  in a bucket that counts as sorted the numbers of blocks rise, from batch to batch as within one
     R8  what ends, batch or session, has an entry among the deadlines, and that is not before the clock's time
     R9  no more sessions than max_sessions
 
@@ -33,9 +33,9 @@ Leases
     L6  a listed lease is active or quarantined; one to read is never quarantined
 
 T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all that was written; T8
-between the last `allocate_slots` of a step and the step; R and L whenever no method is running, R8 after any
-that looked at the clock. `check_manager(manager, requests)` and its like raise CorruptedPoolError naming the
-first that fails. Never compiled: for tests, and for whoever changes the manager or writes a scheduler.
+between the last `allocate_slots` of a step and the step; R and L whenever no method is running, R8 after
+any that looked at the clock. `check_manager(manager, requests)` and the others raise CorruptedPoolError that
+names the first one that fails. Never compiled: for tests, and for whoever changes the manager.
 """
 
 from collections import Counter
@@ -257,16 +257,13 @@ def check_retention(retention: BlockRetention) -> None:
     """R1 to R9. O(kept blocks, blocks with claims, sessions). Raises CorruptedPoolError."""
     num_kept = retention.num_kept  # looks at the clock
     for block, batch in retention._kept.items():
-        cover = retention._covers.get(block)
-        if cover is None or cover.key is None or cover.key is not block.block_hash:
-            raise CorruptedPoolError(f"R1: block {block.block_id} is kept for content that it has not")
-        if block.ref_cnt != 1 or block.next_free_block is not None:
-            raise CorruptedPoolError(f"R1: block {block.block_id} is kept with ref_cnt {block.ref_cnt}")
+        if block.ref_cnt != 1 or block.next_free_block is not None or block.block_hash is None:
+            raise CorruptedPoolError(f"R1: {block!r} is kept")
         if batch.blocks[batch.first :].count(block) != 1:
             raise CorruptedPoolError(f"R3: block {block.block_id} is not listed once in its batch")
     for block, cover in retention._covers.items():
-        if cover.key is block.block_hash and block not in retention._kept and block.ref_cnt < 1:
-            raise CorruptedPoolError(f"R2: block {block.block_id} is free, has claims and is not kept")
+        if block in retention._kept or (cover.key is block.block_hash and block.ref_cnt < 1):
+            raise CorruptedPoolError(f"R2: block {block.block_id} has remembered claims and is free, or kept")
         if not cover.claims:
             raise CorruptedPoolError(f"R2: block {block.block_id} is remembered without claims")
     _check_buckets(retention)
@@ -276,12 +273,10 @@ def check_retention(retention: BlockRetention) -> None:
             f"R5: {len(retention._kept)} kept, {num_pinned} of them pinned; counted {num_kept} and "
             f"{retention.num_pinned}"
         )
-    for block, cover in retention._covers.items():
-        kept_in = retention._kept.get(block)
-        if is_pin(cover.claims if kept_in is None else kept_in.claims) != (block in retention._pinned):
-            raise CorruptedPoolError(f"R5: block {block.block_id} is pinned, or it is counted as pinned")
-    if not retention._pinned <= retention._covers.keys():
-        raise CorruptedPoolError("R5: a block without claims is counted as pinned")
+    pinned = {block for block, batch in retention._kept.items() if is_pin(batch.claims)}
+    pinned |= {block for block, cover in retention._covers.items() if is_pin(cover.claims)}
+    if pinned != retention._pinned:
+        raise CorruptedPoolError(f"R5: {len(pinned)} blocks are pinned, {len(retention._pinned)} counted")
     num_promised = sum(len(promised) for promised in retention._promised_pins.values())
     if num_promised != retention._num_promised_pins:
         raise CorruptedPoolError(f"R6: {num_promised} promised pins, counted {retention._num_promised_pins}")
@@ -305,16 +300,13 @@ def _check_buckets(retention: BlockRetention) -> None:
             strongest = max((claim.strength for claim in batch.claims), default=EXPIRED)
             if not strongest == strength == batch.strength:
                 raise CorruptedPoolError(f"R4: a batch of {strongest} is in the bucket of {strength}")
-            numbers = [retention._covers[block].number for block in kept]
-            if numbers != sorted(numbers):
-                raise CorruptedPoolError(f"R7: a batch has its blocks in the order {numbers}")
             if strength == EXPIRED or strength in retention._unsorted:
                 continue
-            if numbers[0] < last_number:
+            if batch.number <= last_number:
                 raise CorruptedPoolError(
-                    f"R7: the bucket of {strength} has {numbers[0]} behind {last_number}"
+                    f"R7: the bucket of {strength} has number {batch.number} behind {last_number}"
                 )
-            last_number = numbers[-1]
+            last_number = batch.number + len(batch.blocks) - 1
     if num_kept != len(retention._kept):
         raise CorruptedPoolError(f"R3: {len(retention._kept)} blocks are kept, {num_kept} are in buckets")
 

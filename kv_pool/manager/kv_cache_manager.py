@@ -215,32 +215,33 @@ class KVCacheManager:
         num_scheduled = self._needs.limit(num_before + num_new)
         num_tokens = self._needs.limit(num_before + num_new + num_lookahead_tokens)
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
-        num_usable = self.block_pool.num_gpu_blocks - 1
-        num_left = self._count_to_leave(tables)
-        num_available = self.get_num_free_blocks() - num_left
+        num_available = self.get_num_free_blocks() - self._count_to_leave(tables)
+        fits = True
         if full_sequence_must_fit:
-            need_alone = self._needs.count_full_sequence(
-                request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens, is_alone=True
-            )
-            if need_alone > num_usable:
-                return AllocStatus.NEVER
             need = self._needs.count_full_sequence(
                 request.num_tokens, tables, prefix_blocks, num_before, num_encoder_tokens
             )
-            if need > num_available:
-                return AllocStatus.LATER
-        need_now = self._needs.count(
-            tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
-        )
-        num_given_up = 0
-        if tables is not None:
-            num_given_up = self._needs.count_to_forget(request.request_id, tables, num_before)
-        if need_now > num_available + num_given_up - reserved_blocks:
-            num_held = self._needs.count_held(
-                tables, prefix_blocks, num_before, num_scheduled, num_tokens, num_encoder_tokens
+            fits = need <= num_available
+        if fits:
+            need = self._needs.count(
+                tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
             )
-            return AllocStatus.NEVER if num_held + reserved_blocks > num_usable else AllocStatus.LATER
-        return AllocStatus.LATER if self._caching.is_unwritten(prefix_blocks) else AllocStatus.OK
+            if tables is not None:
+                num_available += self._needs.count_to_forget(request.request_id, tables, num_before)
+            if need <= num_available - reserved_blocks and not self._caching.is_unwritten(prefix_blocks):
+                return AllocStatus.OK
+        fits_alone = self._needs.fits_alone(
+            self.block_pool.num_gpu_blocks - 1,
+            tables,
+            prefix_blocks,
+            num_before,
+            num_scheduled,
+            num_tokens,
+            num_encoder_tokens,
+            request.num_tokens if full_sequence_must_fit else 0,
+            reserved_blocks,
+        )
+        return AllocStatus.LATER if fits_alone else AllocStatus.NEVER
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -317,10 +318,10 @@ class KVCacheManager:
         if self._forgets and tables is not None:
             self._forget_blocks(request_id, tables, num_before)
             num_available = self.get_num_free_blocks()
-        need_now = self._needs.count(
+        need = self._needs.count(
             tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
         )
-        if need_now > num_available - num_left - reserved_blocks or self._caching.is_unwritten(prefix_blocks):
+        if need > num_available - num_left - reserved_blocks or self._caching.is_unwritten(prefix_blocks):
             return None
 
         if tables is None:
@@ -334,12 +335,12 @@ class KVCacheManager:
                 self._extend(tables, num_before, num_before, 0)
         elif self._has_forks:
             self._replace_shared(tables, num_computed, num_scheduled, num_tokens)
-        if need_now or num_external_computed_tokens:
+        if need or num_external_computed_tokens:
             added = self._extend(tables, num_scheduled, num_tokens, num_encoder_tokens)
         else:
             added = self._no_blocks
         if num_to_cache:
-            self._caching.cache(request, tables, num_to_cache, is_written=False)
+            self._caching.cache(request, tables, num_to_cache, num_scheduled, is_written=False)
         return added
 
     def take_block_copies(self) -> list[BlockMove]:
@@ -419,7 +420,7 @@ class KVCacheManager:
                 )
         if self.block_pool.enable_caching:
             self._caching.check(request, tables, 0, num_computed_tokens)
-            self._caching.cache(request, tables, num_computed_tokens, is_written=True)
+            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
@@ -488,9 +489,10 @@ class KVCacheManager:
             if len(self._copies):
                 self._copies.drop(blocks)
             if retention is not None:
-                retention.cover(request_id, group_id, table.num_null_blocks, blocks)
-            blocks.reverse()
-            self._free_blocks(blocks)
+                retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
+            else:
+                blocks.reverse()
+                self.block_pool.free_blocks(blocks)
         if retention is not None:
             retention.forget_request(request_id)
 
@@ -593,21 +595,18 @@ class KVCacheManager:
             end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(blocks))
             if end <= table.num_null_blocks:
                 continue
-            if self._retention is not None and self._retention.is_active:
-                first = table.num_null_blocks
-                self._retention.cover(request_id, group.group_id, first, blocks[first:end])
-            given_up: list[KVCacheBlock] = []
-            for position in range(end - 1, table.num_null_blocks - 1, -1):
-                block = blocks[position]
-                if not block.is_null:
-                    given_up.append(block)
-                    blocks[position] = null_block
+            first = table.num_null_blocks
+            given_up = blocks[first:end]
+            blocks[first:end] = [null_block] * (end - first)
             table.num_null_blocks = end
-            if given_up:
-                table.num_edits += 1
-                if len(self._copies):
-                    self._copies.drop(given_up)
-                self._free_blocks(given_up)
+            table.num_edits += 1
+            if len(self._copies):
+                self._copies.drop(given_up)
+            if self._retention is not None and self._retention.is_active:
+                self._retention.free_table(request_id, group.group_id, first, given_up)
+            else:
+                given_up.reverse()
+                self.block_pool.free_blocks(given_up)
 
     def _replace_shared(
         self, tables: list[BlockTable], num_computed: int, num_scheduled: int, num_tokens: int

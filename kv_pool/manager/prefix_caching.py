@@ -41,11 +41,17 @@ class PrefixCaching:
         )
 
     def cache(
-        self, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int, is_written: bool
+        self,
+        request: SchedulableRequest,
+        tables: list[BlockTable],
+        num_tokens: int,
+        num_written: int,
+        is_written: bool,
     ) -> None:
         """Make the full blocks of the first `num_tokens` tokens findable that are not yet.
 
         Args:
+            num_written: tokens after the step; more than `num_tokens` where some are only guessed.
             is_written: their content is there, not only after the step to come.
         """
         for group in self._groups:
@@ -58,7 +64,7 @@ class PrefixCaching:
                 continue
             end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
             if end > first:
-                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_tokens))
+                mask = _pass_over_cached(table, first, end, group, group.make_mask(first, end, num_written))
                 if mask is None or True in mask:
                     self._pool.cache_full_blocks(
                         request, table.blocks, first, end, group.block_size, group.group_id, mask

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from typing import Any, Final
 
 from kv_pool.core.block import KVCacheBlock
@@ -98,39 +99,39 @@ class Claim:
 
 
 class Cover:
-    """What is known of a block with claims, free or in use.
+    """The claims on a block that is in use, for when it becomes free.
 
     Attributes:
-        key: its hash when the first claim was made; with another, or the same given anew, claims are void.
-        claims: never empty. While the block is kept its batch knows better which are in force.
-        freed_at, number: when it became free last, and its place in the order of that; of kept blocks.
+        key: its hash when the claims were made; with another, or the same given anew, they are void.
+        claims: never empty.
     """
 
-    __slots__ = ("claims", "freed_at", "key", "number")
+    __slots__ = ("claims", "key")
 
     def __init__(self, key: Any, claims: tuple[Claim, ...]) -> None:
         self.key: Any = key
         self.claims: tuple[Claim, ...] = claims
-        self.freed_at: float = 0.0
-        self.number: int = 0
 
 
 class Batch:
     """Kept blocks that became free one after the other with the same claims: they rise and fall together.
 
     Attributes:
-        blocks: least recently freed first; those that are not kept in this batch any more stay listed.
+        blocks: least recently freed first; those that are not kept in this batch any more stay listed. Block
+            `i` has number `number + i` in the order of becoming free; no other batch has one in between.
         first: before this one, none is kept any more.
         claims: those in force; empty when time is up.
-        number: of its first block in the order of becoming free.
+        number: of its first block.
         num_kept: how many are still kept.
         changes_at: when the next of its claims is over.
     """
 
     __slots__ = ("blocks", "changes_at", "claims", "first", "freed_at", "num_kept", "number", "strength")
 
-    def __init__(self, claims: tuple[Claim, ...], freed_at: float, number: int) -> None:
-        self.blocks: list[KVCacheBlock] = []
+    def __init__(
+        self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, number: int
+    ) -> None:
+        self.blocks: list[KVCacheBlock] = blocks
         self.first: int = 0
         self.claims: tuple[Claim, ...] = claims
         self.freed_at: float = freed_at
@@ -226,12 +227,13 @@ class BlockRetention:
     @property
     def is_active(self) -> bool:
         """Is there anything to do? While not, the manager calls the pool directly."""
-        return bool(self._covers) or bool(self._directives) or bool(self._sessions)
+        return bool(self._kept) or bool(self._covers) or bool(self._directives) or bool(self._sessions)
 
     @property
     def num_kept(self) -> int:
         """Kept blocks that can be had for the asking: free, as everyone but the pool sees it. O(1)."""
-        self._apply_clock()
+        if self._num_kept_pinned:  # time passing changes the number only where pins end
+            self._apply_clock()
         return len(self._kept) - self._num_kept_pinned
 
     @property
@@ -431,11 +433,8 @@ class BlockRetention:
             batch = kept.get(block)
             if batch is not None:
                 self._drop_from_batch(block, batch)
-                cover = self._covers[block]
-                if not batch.claims:
-                    self._drop_cover(block)
-                elif cover.claims is not batch.claims:
-                    self._change_cover(block, cover, batch.claims)
+                if batch.claims:
+                    self._covers[block] = Cover(block._block_hash, batch.claims)
                 handed_over.append(block)
         self.block_pool.free_blocks(handed_over)  # our reference: whoever touched them has one, too
 
@@ -445,47 +444,78 @@ class BlockRetention:
         if session_id is not None and session_id in self._sessions:
             self.end_session(session_id)
 
-    def cover(self, request_id: str, group_id: int, first: int, blocks: Sequence[KVCacheBlock]) -> None:
-        """Apply a request's directives to some of its blocks, which it is about to give back.
+    def free_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks of a request, its directives applied: those from place `first` on in its table.
 
-        Args:
-            blocks: those from place `first` on in its table. Null blocks and those without a hash are passed
-                over.
+        Listed head first, freed tail first. Blocks that claims cover are kept when this was the last
+        reference.
+        Raises:
+            InvalidBlockError: as the pool does. Nothing has changed.
         """
-        ranges = self._directives.get(request_id)
-        if ranges is None:
-            return
-        block_size = self._block_sizes[group_id]
-        if block_size == 0:
-            return
-        num_blocks = len(blocks)
-        promised = self._promised_pins.get(request_id)
+        pool = self.block_pool
         covers = self._covers
-        for start, end, claim in ranges:
-            low = max(0, start // block_size - first)
-            high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
-            alone = claim.alone
-            for index in range(low, high):
+        ranges = self._directives.get(request_id)
+        block_size = self._block_sizes[group_id]
+        is_plain = not covers or covers.keys().isdisjoint(blocks)
+        if ranges is None or block_size == 0:
+            if is_plain:
+                pool.free_blocks(blocks[::-1])
+            else:
+                self._free_listed(blocks[::-1])
+            return
+        to_pool: list[KVCacheBlock] = []
+        covered: list[KVCacheBlock] = []
+        shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
+        stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        segments = cut_into_segments(ranges, first, len(blocks), block_size)
+        for low, high, claims in reversed(segments):
+            tail = blocks[low:high]
+            is_plain_here = is_plain or covers.keys().isdisjoint(tail)
+            if is_plain_here and not claims:
+                tail.reverse()
+                to_pool.extend(tail)
+                continue
+            stretch: list[KVCacheBlock] = []
+            last_claims = claims
+            for index in range(high - 1, low - 1, -1):
                 block = blocks[index]
                 key = block._block_hash
-                if key is None or block.is_null:
-                    continue
-                cover = covers.get(block)
-                if cover is None or cover.key is not key:
+                if not is_plain_here:
+                    cover = covers.get(block)
+                    their_claims = claims
                     if cover is not None:
-                        self._drop_cover(block)
-                    self._add_cover(block, alone)
-                elif cover.claims is not alone:
-                    claims = add_claim(cover.claims, claim)
-                    if claims is not cover.claims:
-                        self._change_cover(block, cover, claims)
-                if (
-                    promised is not None
-                    and claim.strength == PINNED
-                    and (group_id, first + index) in promised
-                ):
-                    promised.discard((group_id, first + index))
-                    self._num_promised_pins -= 1
+                        covered.append(block)
+                        if cover.key is key:
+                            their_claims = cover.claims
+                            for claim in claims:
+                                their_claims = add_claim(their_claims, claim)
+                    if their_claims is not last_claims:
+                        stretches.append((stretch, last_claims))
+                        stretch = []
+                        last_claims = their_claims
+                if key is None or not last_claims:  # null blocks have no hash, too
+                    to_pool.append(block)
+                elif block.ref_cnt == 1:
+                    stretch.append(block)
+                else:
+                    to_pool.append(block)
+                    shared.append((block, last_claims))
+            stretches.append((stretch, last_claims))
+        pool.free_blocks(to_pool)
+        for block in covered:
+            self._drop_cover(block)
+        promised = self._promised_pins.get(request_id)
+        if promised is not None:
+            for low, high, claims in segments:
+                if is_pin(claims):
+                    for index in range(low, high):
+                        promised.discard((group_id, first + index))
+            self._num_promised_pins = sum([len(places) for places in self._promised_pins.values()])
+        for block, claims in shared:
+            self._cover(block, claims)
+        for stretch, claims in stretches:
+            if stretch:
+                self._keep(stretch, claims)
 
     def will_pin(self, request_id: str, group_id: int, index: int, block: KVCacheBlock) -> bool:
         """Would the block be pinned, not free, if this request, its last holder, gave it back now?
@@ -521,10 +551,19 @@ class BlockRetention:
         listed: list[KVCacheBlock] = (
             ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
         )
-        covers = self._covers
-        if not covers or covers.keys().isdisjoint(listed):
+        if self._kept and not self._kept.keys().isdisjoint(listed):
+            raise InvalidBlockError(
+                "free_blocks() got a block that the retention keeps, so it is free; it takes blocks that are "
+                "in use. Was it freed twice?"
+            )
+        if not self._covers or self._covers.keys().isdisjoint(listed):
             self.block_pool.free_blocks(listed)
-            return
+        else:
+            self._free_listed(listed)
+
+    def _free_listed(self, listed: list[KVCacheBlock]) -> None:
+        """Some of these blocks have claims, and none is kept."""
+        covers = self._covers
         to_pool: list[KVCacheBlock] = []
         to_keep: list[KVCacheBlock] = []
         in_doubt: list[KVCacheBlock] = []
@@ -532,15 +571,7 @@ class BlockRetention:
             cover = covers.get(block)
             if cover is None:
                 to_pool.append(block)
-            elif block.ref_cnt != 1:
-                to_pool.append(block)
-                in_doubt.append(block)
-            elif block in self._kept:
-                raise InvalidBlockError(
-                    f"block {block.block_id} is kept by the retention, so it is free; free_blocks() takes "
-                    "blocks that are in use. Was it freed twice?"
-                )
-            elif cover.key is block._block_hash:
+            elif block.ref_cnt == 1 and cover.key is block._block_hash:
                 to_keep.append(block)
             else:
                 to_pool.append(block)
@@ -559,7 +590,17 @@ class BlockRetention:
                 to_keep.append(block)
             else:
                 self._drop_cover(block)
-        self._keep(to_keep)
+        stretch: list[KVCacheBlock] = []
+        claims: tuple[Claim, ...] = ()
+        for block in to_keep:
+            cover = covers.pop(block)
+            if cover.claims is not claims and stretch:
+                self._keep(stretch, claims)
+                stretch = []
+            claims = cover.claims
+            stretch.append(block)
+        if stretch:
+            self._keep(stretch, claims)
 
     def make_room(self, num_blocks: int) -> None:
         """`pool.get_new_blocks(num_blocks)` is next: let it get those that are worth least.
@@ -576,7 +617,11 @@ class BlockRetention:
         if num_blocks > num_free + len(self._kept) - self._num_kept_pinned:
             return
         num_wanted = 0
-        if any(strength < DEFAULT_PRIORITY for strength in self._buckets):
+        has_low = False
+        for strength in self._buckets:
+            if strength < DEFAULT_PRIORITY:
+                has_low = True
+        if has_low:
             num_empty = 0
             block = queue.fake_free_list_head.next_free_block
             while block is not None and num_empty < num_blocks and block is not queue.fake_free_list_tail:
@@ -610,8 +655,7 @@ class BlockRetention:
             if batch is not None:
                 self._drop_from_batch(block, batch)
                 released.append(block)
-            if block in self._covers:
-                self._drop_cover(block)
+            self._drop_cover(block)
         self.block_pool.free_blocks(released)
 
     def release_all(self) -> None:
@@ -623,8 +667,8 @@ class BlockRetention:
         victims = self._take_victims(len(self._kept), PINNED + 1)
         self._sessions.clear()
         self._deadlines.clear()
-        for block in list(self._covers):
-            self._drop_cover(block)
+        self._covers.clear()
+        self._pinned.clear()
         self.block_pool.free_blocks(victims)
 
     # ---- claims ------------------------------------------------------------------------------------
@@ -645,7 +689,7 @@ class BlockRetention:
         if len(self._pinned) + self._num_promised_pins - num_replaced + num_new > self.max_pinned_blocks:
             # Blocks may have been evicted behind our back; only now it is worth a look.
             for block in list(self._pinned):
-                if self._covers[block].key is not block._block_hash and block not in self._kept:
+                if not is_pin(self._get_claims(block)):
                     self._drop_cover(block)
         num_others = len(self._pinned) + self._num_promised_pins - num_replaced
         if num_others + num_new > self.max_pinned_blocks:
@@ -688,23 +732,21 @@ class BlockRetention:
             return ()
         return cover.claims
 
-    def _add_cover(self, block: KVCacheBlock, claims: tuple[Claim, ...]) -> Cover:
-        cover = Cover(block._block_hash, claims)
-        self._covers[block] = cover
-        if is_pin(claims):
-            self._pinned.add(block)
-        return cover
+    def _cover(self, block: KVCacheBlock, claims: tuple[Claim, ...]) -> None:
+        """Remember claims, at least one, on a block that is in use."""
+        self._covers[block] = Cover(block._block_hash, claims)
+        self._mark(block, claims)
 
-    def _change_cover(self, block: KVCacheBlock, cover: Cover, claims: tuple[Claim, ...]) -> None:
-        cover.claims = claims
+    def _drop_cover(self, block: KVCacheBlock) -> None:
+        self._covers.pop(block, None)
+        self._pinned.discard(block)
+
+    def _mark(self, block: KVCacheBlock, claims: tuple[Claim, ...]) -> None:
+        """Is it pinned or not?"""
         if is_pin(claims):
             self._pinned.add(block)
         else:
             self._pinned.discard(block)
-
-    def _drop_cover(self, block: KVCacheBlock) -> None:
-        del self._covers[block]
-        self._pinned.discard(block)
 
     def _set_claims(self, changes: list[tuple[KVCacheBlock, tuple[Claim, ...]]], counts_anew: bool) -> None:
         """Give these cached blocks, listed head first, other claims.
@@ -713,121 +755,97 @@ class BlockRetention:
             counts_anew: durations of free blocks count from now; else those of kept blocks go on.
         A kept block keeps its place in the order of becoming free, one that was only free gets the last.
         """
-        pool = self.block_pool
         now = self._clock()
-        again: list[KVCacheBlock] = []
-        fresh: list[KVCacheBlock] = []
-        plain: list[KVCacheBlock] = []
-        # A batch is a stretch of the order of becoming free: what is left of one is filed anew, in stretches.
+        kept = self._kept
         broken_up: dict[Batch, None] = {}
+        fresh: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
+        plain: list[KVCacheBlock] = []
+        number = self._last_number
         for block, claims in reversed(changes):
-            batch = self._kept.get(block)
-            cover = self._covers.get(block)
-            if cover is not None and cover.key is not block._block_hash:
-                self._drop_cover(block)
-                cover = None
+            batch = kept.get(block)
             if batch is not None:
-                if batch.strength != EXPIRED:
-                    broken_up[batch] = None
-                self._drop_from_batch(block, batch)
-                if counts_anew and cover is not None:
-                    cover.freed_at = now
-                (again if claims else plain).append(block)
-            elif block.ref_cnt == 0 and claims:
-                fresh.append(block)
-            if not claims:
-                if cover is not None:
-                    self._drop_cover(block)
-            elif cover is None:
-                self._add_cover(block, claims)
+                broken_up[batch] = None
+                if not claims:
+                    plain.append(block)
+            elif not claims:
+                self._drop_cover(block)
+            elif block.ref_cnt == 0:
+                self._drop_cover(block)
+                number += 1
+                fresh.append((number, now, block, claims))
             else:
-                self._change_cover(block, cover, claims)
+                self._cover(block, claims)
+        self._last_number = number
+        # What is left of a batch is filed anew, in stretches. Those whose time is up stay as they are:
+        # nothing that ends later comes between them.
+        new_claims = dict(changes)
+        again: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
         for batch in broken_up:
-            for block in list(batch.blocks):
-                if self._kept.get(block) is batch:
-                    self._drop_from_batch(block, batch)
-                    self._change_cover(block, self._covers[block], batch.claims)
-                    again.append(block)
-        if again:
-            again.sort(key=self._get_number)
-            self._batch_up(again)
+            is_over = batch.strength == EXPIRED
+            for index, block in enumerate(list(batch.blocks)):
+                if kept.get(block) is not batch:
+                    continue
+                is_changed = block in new_claims
+                if is_over and not is_changed:
+                    continue
+                self._drop_from_batch(block, batch)
+                claims = new_claims[block] if is_changed else batch.claims
+                if claims:
+                    freed_at = now if is_changed and counts_anew else batch.freed_at
+                    again.append((batch.number + index, freed_at, block, claims))
+                else:
+                    self._pinned.discard(block)
+        again.sort(key=get_place)
+        self._file_all(again)
         if fresh:
-            pool.touch(fresh)
-            self._keep(fresh)
-        if plain:
-            pool.free_blocks(plain)
+            self.block_pool.touch([block for _, _, block, _ in fresh])
+            self._file_all(fresh)
+        self.block_pool.free_blocks(plain)
 
-    def _get_number(self, block: KVCacheBlock) -> int:
-        return self._covers[block].number
+    def _file_all(self, places: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]]) -> None:
+        """Put blocks whose reference is ours into batches: (number, freed at, block, claims in force)."""
+        blocks: list[KVCacheBlock] = []
+        first = 0
+        last_freed_at = 0.0
+        last_claims: tuple[Claim, ...] = ()
+        for number, freed_at, block, claims in places:
+            self._mark(block, claims)
+            if blocks and (
+                number != first + len(blocks) or freed_at != last_freed_at or claims is not last_claims
+            ):
+                self._file(Batch(blocks, last_claims, last_freed_at, first))
+                blocks = []
+            if not blocks:
+                first = number
+                last_freed_at = freed_at
+                last_claims = claims
+            blocks.append(block)
+        if blocks:
+            self._file(Batch(blocks, last_claims, last_freed_at, first))
 
     # ---- kept blocks -------------------------------------------------------------------------------
 
-    def _keep(self, blocks: list[KVCacheBlock]) -> None:
-        """These covered blocks, in this order, became free now; their last reference is ours."""
-        if not blocks:
-            return
+    def _keep(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
+        """These blocks, in this order, became free now; their last reference is ours."""
         self._apply_clock()
         now = self._clock()
-        number = self._last_number
-        covers = self._covers
-        kept = self._kept
-        batch: Batch | None = None
-        last_claims: tuple[Claim, ...] | None = None
-        last_live: tuple[Claim, ...] = ()
-        over: list[KVCacheBlock] = []
-        for block in blocks:
-            cover = covers[block]
-            claims = cover.claims
-            if claims is not last_claims:
-                last_claims = claims
-                last_live = list_live(claims, now, now)
-                if batch is not None:
-                    self._file(batch)
-                    batch = None
-                if last_live:
-                    batch = Batch(last_live, now, number + 1)
-            if batch is None:
-                over.append(block)
-                continue
-            if claims is not last_live:
-                self._change_cover(block, cover, last_live)
-            number += 1
-            cover.freed_at = now
-            cover.number = number
-            batch.blocks.append(block)
-            kept[block] = batch
-        self._last_number = number
-        if batch is not None:
-            self._file(batch)
-        if over:
-            # Their sessions ended while they were in use.
-            for block in over:
-                self._drop_cover(block)
-            self.block_pool.free_blocks(over)
-
-    def _batch_up(self, blocks: list[KVCacheBlock]) -> None:
-        """Kept blocks whose claims have changed, in the order of their numbers, which they keep."""
-        batch: Batch | None = None
-        last_number = 0
-        for block in blocks:
-            cover = self._covers[block]
-            if (
-                batch is None
-                or cover.claims is not batch.claims
-                or cover.number != last_number + 1
-                or cover.freed_at != batch.freed_at
-            ):
-                if batch is not None:
-                    self._file(batch)
-                batch = Batch(cover.claims, cover.freed_at, cover.number)
-            last_number = cover.number
-            batch.blocks.append(block)
-            self._kept[block] = batch
-        if batch is not None:
-            self._file(batch)
+        live = list_live(claims, now, now)
+        if not live:  # their sessions ended while they were in use
+            for block in blocks:
+                self._pinned.discard(block)
+            self.block_pool.free_blocks(blocks)
+            return
+        batch = Batch(blocks, live, now, self._last_number + 1)
+        self._last_number += len(blocks)
+        if is_pin(live):
+            self._pinned.update(blocks)
+        self._file(batch)
 
     def _file(self, batch: Batch) -> None:
-        """Put a batch with all its blocks where it belongs."""
+        """Keep the blocks of a new batch."""
+        kept = self._kept
+        for block in batch.blocks:
+            kept[block] = batch
         batch.num_kept = len(batch.blocks)
         self._put_into_bucket(batch)
 
@@ -874,6 +892,7 @@ class BlockRetention:
         victims: list[KVCacheBlock] = []
         if num_blocks <= 0:
             return victims
+        kept = self._kept
         for strength in sorted(self._buckets):
             if strength >= end:
                 break
@@ -887,13 +906,17 @@ class BlockRetention:
                 blocks = batch.blocks
                 while batch.num_kept:
                     if len(victims) == num_blocks:
-                        return victims
+                        return victims  # the batch has some left
                     block = blocks[batch.first]
                     batch.first += 1
-                    if self._kept.get(block) is batch:
+                    if kept.get(block) is batch:
                         victims.append(block)
-                        self._drop_from_batch(block, batch)
-                        self._drop_cover(block)
+                        del kept[block]
+                        batch.num_kept -= 1
+                        if strength == PINNED:
+                            self._num_kept_pinned -= 1
+                self._take_from_bucket(batch)
+                batch.blocks = []
         return victims
 
     def _release(self, victims: list[KVCacheBlock]) -> None:
@@ -934,12 +957,13 @@ class BlockRetention:
                 continue
             assert isinstance(thing, Batch)
             self._take_from_bucket(thing)
+            thing.claims = list_live(thing.claims, thing.freed_at, time)
             if thing.strength == PINNED:
                 self._num_kept_pinned -= thing.num_kept
-            thing.claims = list_live(thing.claims, thing.freed_at, time)
-            for block in thing.blocks:
-                if self._kept.get(block) is thing and not is_pin(thing.claims):
-                    self._pinned.discard(block)
+                if not is_pin(thing.claims):
+                    for block in thing.blocks:
+                        if self._kept.get(block) is thing:
+                            self._pinned.discard(block)
             self._put_into_bucket(thing)
 
 
@@ -964,6 +988,34 @@ def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
     return tuple(left)
 
 
+def cut_into_segments(
+    ranges: list[tuple[int, int | None, Claim]], first: int, num_blocks: int, block_size: int
+) -> list[tuple[int, int, tuple[Claim, ...]]]:
+    """Which claims of a request's directives are on which of its blocks `[first, first + num_blocks)`.
+
+    Returns:
+        (low, high, claims), in order and without gaps, counted from `first`.
+    """
+    stretches: list[tuple[int, int, Claim]] = []
+    cuts = {0, num_blocks}
+    for start, end, claim in ranges:
+        low = max(0, start // block_size - first)
+        high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
+        if low < high:
+            stretches.append((low, high, claim))
+            cuts.add(low)
+            cuts.add(high)
+    in_order = sorted(cuts)
+    segments: list[tuple[int, int, tuple[Claim, ...]]] = []
+    for low, high in pairwise(in_order):
+        claims: tuple[Claim, ...] = ()
+        for start_block, end_block, claim in stretches:
+            if start_block <= low < end_block:
+                claims = add_claim(claims, claim)
+        segments.append((low, high, claims))
+    return segments
+
+
 def is_pin(claims: tuple[Claim, ...]) -> bool:
     """Is one of the claims a pin?"""
     for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
@@ -983,6 +1035,11 @@ def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[C
 def get_number(batch: Batch) -> int:
     """The place of its first block in the order of becoming free."""
     return batch.number
+
+
+def get_place(place: tuple[int, float, KVCacheBlock, tuple[Claim, ...]]) -> int:
+    """A block's number in the order of becoming free."""
+    return place[0]
 
 
 def get_second(pair: tuple[str, float]) -> float:

@@ -53,46 +53,15 @@ class SlotNeeds:
             if tables is not None:
                 table = tables[group_id]
                 num_entries = len(table.blocks)
-                num_new = group.count_new_blocks(num_entries, num_blocks)
+                num_free += group.count_new_blocks(num_entries, num_blocks)
                 if table.is_forked:
-                    num_new += len(self.list_shared(table, group, num_computed, num_blocks))
-                num_free += num_new
+                    num_free += len(self.list_shared(table, group, num_computed, num_blocks))
                 continue
             hits = prefix_blocks[group_id]
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_entries = max(num_skipped, len(hits))
-            # First up to what is computed already, elsewhere too, then the rest: a state needs one for each.
-            num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
-            num_new = group.count_new_blocks(num_entries, num_first)
-            num_new += group.count_new_blocks(num_first, num_blocks)
-            num_free += num_new + self._count_free(hits, num_skipped)
+            num_free += self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            num_free += self._count_free(hits, num_skipped)
         return num_free
-
-    def count_held(
-        self,
-        tables: list[BlockTable] | None,
-        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
-        num_before: int,
-        num_scheduled: int,
-        num_tokens: int,
-        num_encoder_tokens: int,
-    ) -> int:
-        """Blocks that the request holds once it has these slots. O(blocks of the request)."""
-        num_held = 0
-        for group in self._groups:
-            blocks = prefix_blocks[group.group_id] if tables is None else tables[group.group_id].blocks
-            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_held += _count_kept(blocks, num_skipped)
-            num_entries = len(blocks)
-            if tables is None:
-                num_entries = max(num_skipped, num_entries)
-                if group.is_cacheable:
-                    num_first = max(num_entries, group.count_table_blocks(num_before))
-                    num_held += group.count_new_blocks(num_entries, num_first)
-                    num_entries = num_first
-            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
-            num_held += group.count_new_blocks(num_entries, num_blocks)
-        return num_held
 
     def count_blocks(
         self, group: BlockGroup, num_scheduled: int, num_tokens: int, num_encoder_tokens: int
@@ -109,28 +78,68 @@ class SlotNeeds:
         prefix_blocks: Sequence[Sequence[KVCacheBlock]],
         num_before: int,
         num_encoder_tokens: int,
-        is_alone: bool = False,
     ) -> int:
-        """Free blocks that are needed until all tokens of the request have slots.
-
-        With `is_alone`, of a pool in which nobody holds anything: hits are free, its own blocks taken anew.
-        """
+        """Free blocks that are needed until all tokens of the request have slots."""
         num_tokens = self.limit(num_tokens)
         num_free = 0
         for group in self._groups:
             group_id = group.group_id
             num_most = self._count_most(group, num_tokens, num_encoder_tokens)
             if tables is not None:
-                blocks = tables[group_id].blocks
-                num_free += max(0, num_most - len(blocks))
-                if is_alone:
-                    num_free += _count_kept(blocks, 0)
+                num_free += max(0, num_most - len(tables[group_id].blocks))
                 continue
             hits = prefix_blocks[group_id]
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_free += max(0, num_most - max(num_skipped, len(hits)))
-            num_free += _count_kept(hits, num_skipped) if is_alone else self._count_free(hits, num_skipped)
+            num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
         return num_free
+
+    def fits_alone(
+        self,
+        num_usable: int,
+        tables: list[BlockTable] | None,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
+        num_before: int,
+        num_scheduled: int,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        num_sequence_tokens: int,
+        reserved_blocks: int,
+    ) -> bool:
+        """Whether there would be room in a pool of `num_usable` blocks if nobody else held any.
+
+        Nothing is shared then, and all hits are free blocks.
+        Args:
+            num_scheduled: tokens that are computed when the step has run.
+            num_tokens: that need slots now, guessed ones included.
+            num_sequence_tokens: that need slots in the end, where the whole sequence must fit; else 0.
+        Cost: O(blocks of the request).
+        """
+        num_now = 0
+        num_in_the_end = 0
+        num_held = 0
+        num_forgotten = 0
+        for group in self._groups:
+            num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
+            num_most = 0
+            if num_sequence_tokens:
+                num_most = self._count_most(group, self.limit(num_sequence_tokens), num_encoder_tokens)
+            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            if tables is not None:
+                blocks = tables[group.group_id].blocks
+                num_now += group.count_new_blocks(len(blocks), num_blocks)
+                num_in_the_end += max(0, num_most - len(blocks))
+                num_kept = _count_kept(blocks, num_skipped)
+                num_all = _count_kept(blocks, 0)
+                num_held += num_all
+                num_forgotten += num_all - num_kept
+                continue
+            hits = prefix_blocks[group.group_id]
+            num_hits = _count_kept(hits, num_skipped)
+            num_now += num_hits + self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            num_in_the_end += num_hits + max(0, num_most - max(num_skipped, len(hits)))
+        if num_sequence_tokens and num_in_the_end > num_usable - num_held:
+            return False
+        return num_now <= num_usable - num_held + num_forgotten - reserved_blocks
 
     def count_to_forget(self, request_id: str, tables: list[BlockTable], num_computed: int) -> int:
         """How many blocks giving up what no later token attends to would make free."""
@@ -157,6 +166,15 @@ class SlotNeeds:
         first = group.find_first_written(num_computed, num_blocks)
         return [position for position in range(first, len(blocks)) if blocks[position].ref_cnt > 1]
 
+    def _count_to_start(
+        self, group: BlockGroup, num_hits: int, num_skipped: int, num_before: int, num_blocks: int
+    ) -> int:
+        """New blocks of a request without blocks: up to what is computed already, elsewhere too, then the
+        rest, since a state needs one for each."""
+        num_entries = max(num_skipped, num_hits)
+        num_first = max(num_entries, group.count_table_blocks(num_before) if group.is_cacheable else 0)
+        return group.count_new_blocks(num_entries, num_first) + group.count_new_blocks(num_first, num_blocks)
+
     def _count_most(self, group: BlockGroup, num_tokens: int, num_encoder_tokens: int) -> int:
         if not group.is_cacheable:
             return group.count_table_blocks(num_encoder_tokens)
@@ -177,7 +195,7 @@ class SlotNeeds:
 
 
 def _count_kept(blocks: Sequence[KVCacheBlock], first: int) -> int:
-    """How many from `first` on are not the null block."""
+    """How many from `first` on are blocks, and not the null block."""
     num_kept = 0
     for position in range(first, len(blocks)):
         if not blocks[position].is_null:

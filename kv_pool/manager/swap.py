@@ -20,13 +20,13 @@ from kv_pool.manager.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.swap_match import Match, count_skipped_blocks, match_tables
 from kv_pool.manager.swap_plan import HostHitPlan, SwapInPlan, SwapOutPlan, SwapPlan
-from kv_pool.manager.swap_sides import DeviceSide, HostSide, SwapSide, list_tail_first
+from kv_pool.manager.swap_sides import DeviceSide, HostSide, SwapSide
 
 
 class BlockSwapper:
     """A host pool beside the pool of a `KVCacheManager`, and the requests that wait there.
 
-        >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+        >>> from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager, Request
         >>> manager = KVCacheManager(BlockPool(10, True, 4))
         >>> swapper = BlockSwapper(manager, BlockPool(20, True, 4, medium="CPU"))
         >>> request = Request("a", range(100, 110), BlockHasher(block_size=4))
@@ -308,7 +308,10 @@ class BlockSwapper:
         tables = self._tables_of(request.request_id)
         del self._host.tables[request.request_id]
         del self._num_computed_tokens[request.request_id]
-        self._host.free_blocks(list_tail_first([table.blocks for table in tables]))
+        self._host.free_request(request.request_id, [table.blocks for table in tables])
+        retention = self.manager._retention
+        if retention is not None:
+            retention.forget_request(request.request_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix on both sides; False, with nothing changed, while any request holds blocks."""

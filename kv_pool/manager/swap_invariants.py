@@ -10,6 +10,7 @@
     W6  an open plan's moves go from distinct blocks to distinct ones; a target has this one reference and
         no hash
     W7  a plan that is listed as open is open, under its own request's id
+    W8  the number of computed tokens is kept for those that are swapped out or in a plan, and nobody else
 
 They hold whenever no method is running. `check(swapper)` raises CorruptedPoolError naming the first that
 fails.
@@ -27,7 +28,7 @@ from kv_pool.manager.swap_plan import PlanState, SwapDirection, SwapPlan
 
 
 def check(swapper: BlockSwapper) -> None:
-    """Verify W1 to W7 and both pools' invariants. O(blocks). Raises CorruptedPoolError; changes nothing."""
+    """Verify W1 to W8 and both pools' invariants. O(blocks). Raises CorruptedPoolError; changes nothing."""
     invariants.check(swapper.manager.block_pool)  # type: ignore[arg-type]
     invariants.check(swapper.host_pool)  # type: ignore[arg-type]
     check_places(swapper)
@@ -38,7 +39,7 @@ def check(swapper: BlockSwapper) -> None:
 
 
 def check_places(swapper: BlockSwapper) -> None:
-    """W1, W7."""
+    """W1, W7, W8."""
     plans = {plan.request_id for plan in swapper.list_open_plans()}
     places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out(), *plans])
     for request_id, num_places in places.items():
@@ -48,6 +49,9 @@ def check_places(swapper: BlockSwapper) -> None:
     for request_id, plan in swapper._open_plans.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"W7: {plan!r} is listed as open for request {request_id!r}")
+    kept = swapper._num_computed_tokens.keys()
+    if not set(swapper.list_swapped_out()) <= kept <= plans | set(swapper.list_swapped_out()):
+        raise CorruptedPoolError(f"W8: the computed tokens of {sorted(kept)} are kept")
 
 
 def check_references(swapper: BlockSwapper) -> None:

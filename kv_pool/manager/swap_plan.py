@@ -195,7 +195,7 @@ class TablePlan(SwapPlan):
             check_announceable(self._request)
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             self._cache(group, table, row)
-        sources = self.list_blocks(self._source)
+        sources = [table.blocks for table in self._tables]
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
@@ -203,9 +203,8 @@ class TablePlan(SwapPlan):
             table.num_null_blocks = num_skipped
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
-            table.is_forked = False  # what is written next is a copy of the request's own
         self._target.put_tables(self.request_id, self._tables)
-        self._source.free_blocks(sources)
+        self._source.free_request(self.request_id, sources)
 
     def _abort(self) -> None:
         self._check_absent(self._source)

@@ -34,6 +34,9 @@ class SwapSide(Protocol):
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Drop one reference of each block, the first to be reused first."""
 
+    def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Drop the references of a request that leaves this side: whole tables, by group."""
+
     def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
         """Let the request, which has no tables on this side, have these, references included."""
 
@@ -68,6 +71,13 @@ class DeviceSide:
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         self._manager._free_blocks(blocks)
+
+    def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
+        retention = self._manager._retention
+        if retention is not None and retention.is_active:
+            for group_id, blocks in enumerate(blocks_by_group):
+                retention.cover(request_id, group_id, 0, blocks)
+        self.free_blocks(list_tail_first(blocks_by_group))
 
     def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
         self._manager.put_tables(request_id, tables)
@@ -105,6 +115,9 @@ class HostSide:
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         self._pool.free_blocks(blocks)
+
+    def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
+        self.free_blocks(list_tail_first(blocks_by_group))
 
     def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
         self.tables[request_id] = tables

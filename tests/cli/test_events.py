@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import zmq.auth
 from cli.kv_pool_command import kv_pool_command
 from events.living_pool import LivingPool
 from events.pool_map import pool_map
@@ -111,6 +112,41 @@ def test_the_mirror_shows_what_is_held(publisher, tmp_path):
     assert publisher.endpoint in done.stdout
 
 
+@pytest.mark.parametrize("options", [[], ["--curve-secret-key", "reader.key_secret"]])
+def test_an_encrypted_stream_is_printed_with_keys(tmp_path, options):
+    """With the publisher's public key alone where everyone may read, or also with one's own."""
+    for name in ("server", "reader"):
+        zmq.auth.create_certificates(tmp_path, name)
+    config = PublisherConfig(
+        endpoint="tcp://127.0.0.1:0",
+        replay_endpoint="tcp://127.0.0.1:0",
+        curve_secret_key_file=str(tmp_path / "server.key_secret"),
+        curve_client_keys_dir=str(tmp_path) if options else None,
+    )
+    with ZMQEventPublisher(config) as publisher:
+        publisher.publish([STORED])
+        places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+        keys = ["--curve-server-key", "server.key", *options]
+        done = kv_pool_command("events", *places, *keys, "--limit", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("       0 stored ")
+
+
+def test_a_publisher_that_connects_is_read_by_binding(tmp_path):
+    command = [sys.executable, "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
+    config = PublisherConfig(endpoint=f"ipc://{tmp_path}/here", bind=False, heartbeat_s=0.05)
+    running = subprocess.Popen(
+        [*command, "--mirror", "--limit", "2"],
+        env={**os.environ, "COLUMNS": "250", "PYTHONIOENCODING": "utf-8"},
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    with running, ZMQEventPublisher(config):
+        shown, _ = running.communicate(timeout=20)
+    assert running.returncode == 0
+    assert "following" in shown
+
+
 def test_ctrl_c_ends_it_without_a_word(publisher):
     publisher.publish([STORED])
     command = [sys.executable, "-m", "kv_pool.cli.main", "events", publisher.endpoint]
@@ -163,6 +199,12 @@ def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
         ("tcp://127.0.0.1:1 --kind moved", "one of stored, removed, cleared"),
         ("tcp://127.0.0.1:1 tcp://127.0.0.1:2 --replay tcp://127.0.0.1:3", "one for each, or none"),
         ("tcp://127.0.0.1:1 --mirror --json", "--mirror shows a table"),
+        ("tcp://127.0.0.1:1 --curve-secret-key mine.key_secret", "give the publisher's --curve-server-key"),
+        ("tcp://127.0.0.1:1 --curve-server-key none.key", "server key none.key: "),
+        (
+            "tcp://127.0.0.1:1 --curve-server-key a.key --curve-server-key b.key",
+            "1 endpoints and 2 times --curve-server-key; give one for each, or one for all",
+        ),
     ],
 )
 def test_what_can_not_be_meant_is_one_line(tmp_path, arguments, message):

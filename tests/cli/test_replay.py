@@ -140,9 +140,20 @@ def test_its_events_can_be_read_while_it_runs(folder):
     assert [event.token_ids for item in batches for event in item.batch.events] == [[0] * 8, [1] * 8, [2] * 8]
 
 
+def test_its_publisher_may_be_described_in_a_file(folder):
+    (folder / "publisher.toml").write_text(
+        '[publisher]\nendpoint = "tcp://127.0.0.1:0"\nreplay_endpoint = "tcp://127.0.0.1:0"\n'
+    )
+    options = "--blocks 20 --publish-config publisher.toml --pace 1000"
+    done = kv_pool_command("replay", "trace.gz", *options.split(), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"in a second terminal: kv-pool events tcp://\S+ --replay tcp://\S+\n", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--publish-config wrong.toml", "wrong.toml: [publisher]: unknown 'topics' for a publisher"),
         ("--pace 3", "--pace is about events; give --publish, too"),
         ("--publish tcp://127.0.0.1:0 --pace 0", "the pace is 0.0 requests a second; it is above 0"),
         ("--publish nowhere", "endpoint is 'nowhere'; write tcp://host:port"),
@@ -150,6 +161,7 @@ def test_its_events_can_be_read_while_it_runs(folder):
     ],
 )
 def test_events_that_can_not_be_published_are_one_line_and_status_2(folder, options, message):
+    (folder / "wrong.toml").write_text('[publisher]\ntopics = "kv"\n')
     done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr

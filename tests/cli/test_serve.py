@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import zmq.auth
 from adapter.made_pool import make
 from cli.kv_pool_command import kv_pool_command
 from cli.serving import serving
@@ -14,7 +15,7 @@ from replay.made_trace import record, write_trace
 
 from kv_pool.adapter.layout import BlockState
 from kv_pool.control import ControlClient, ControlServer
-from kv_pool.events.follow import apply_item
+from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.subscriber import KVEventSubscriber
 
@@ -64,6 +65,42 @@ def test_a_mirror_of_its_events_holds_what_the_pool_holds(folder):
             layout = client.get_layout()
     assert layout.states.count(BlockState.CACHED) == mirror.count_blocks("serve") == 5
     assert mirror.find_prefix_of_tokens([1] * 8 + [2] * 8 + [7] * 8) == {"serve": 16}
+
+
+@pytest.mark.parametrize("is_named_in_its_file", [False, True])
+def test_its_publisher_may_be_described_in_a_file(folder, is_named_in_its_file):
+    """Encrypted and heard by its heartbeats; the command that it prints is the one that reads it."""
+    for name in ("server", "reader"):
+        zmq.auth.create_certificates(folder, name)
+    (folder / "readers").mkdir()
+    (folder / "reader.key").rename(folder / "readers" / "reader.key")
+    (folder / "publisher.toml").write_text(
+        """
+        [publisher]
+        endpoint = "tcp://127.0.0.1:5557"        # the command line wins
+        replay_endpoint = "tcp://127.0.0.1:0"
+        topic = "kv@pod@model"
+        heartbeat_s = 0.05
+        curve_secret_key_file = "server.key_secret"
+        curve_client_keys_dir = "readers"
+        """
+    )
+    options = ["--publish-config", "publisher.toml"]
+    if is_named_in_its_file:
+        (folder / "serve.toml").write_text('publish_config = "publisher.toml"')
+        options = ["--config", "serve.toml"]
+    with serving(*SMALL, "--publish", "tcp://127.0.0.1:0", *options, cwd=folder) as process:
+        command = process.first_line.partition(", or: kv-pool ")[2].split()
+        assert command[-4:] == ["--curve-server-key", "server.key", "--curve-secret-key", "YOURS.key_secret"]
+        assert "tcp://127.0.0.1:5557" not in command
+        command[-1] = "reader.key_secret"
+        reads = kv_pool_command(*command, "--topic", "kv@", "--json", "--limit", "2", cwd=folder)
+        beats = kv_pool_command(*command, "--mirror", "--limit", "9", cwd=folder)
+    assert reads.returncode == 0, reads.stderr
+    assert {json.loads(line)["kind"] for line in reads.stdout.splitlines()} == {"stored"}
+    assert beats.returncode == 0, beats.stderr
+    # The requests are over some time, and then there is one heartbeat after the other.
+    assert re.search(r"\d in group 0 GPU", beats.stdout), beats.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -117,6 +154,8 @@ def test_options_may_come_from_a_file_and_the_command_line_wins(folder):
             "trace.jsonl --trace-block-size 8 --publish-replay tcp://127.0.0.1:0",
             "publish_replay is about missed events; give publish, too",
         ),
+        ("trace.jsonl --publish-config nowhere.toml", "nowhere.toml: can not read the publisher's config"),
+        ("trace.jsonl --publish-config wrong.toml", "wrong.toml: there is no table [publisher]"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_2(folder, arguments, message):

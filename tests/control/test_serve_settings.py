@@ -48,6 +48,7 @@ def test_every_option_can_be_in_the_file(config):
         socket = "here.sock"
         publish = "tcp://127.0.0.1:5557"
         publish_replay = "tcp://127.0.0.1:5558"
+        publish_config = "publisher.toml"
     """
     assert read_settings(config(text), {}) == ServeSettings(
         trace="mine.jsonl",
@@ -65,6 +66,7 @@ def test_every_option_can_be_in_the_file(config):
         socket="here.sock",
         publish="tcp://127.0.0.1:5557",
         publish_replay="tcp://127.0.0.1:5558",
+        publish_config="publisher.toml",
     )
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.errors import EventStreamError, InvalidTypeError
-from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encode_batch_positional
+from kv_pool.events.batch import (
+    _LARGE_BYTES,
+    DecodedBatch,
+    KVEventBatch,
+    decode_batch,
+    encode_batch,
+    encode_batch_positional,
+)
 
 TS = 1700000000.5
 HASH_0, HASH_1, HASH_B = 9561501211280363793, 15292913576410714033, 0x720B6A2C26AD57E4
@@ -228,6 +235,19 @@ def test_an_event_that_makes_no_sense_is_dropped_and_counted_and_the_others_are_
 def test_a_payload_that_is_no_batch_is_a_typed_error(payload):
     with pytest.raises(EventStreamError, match=f"{len(payload)} bytes is no event batch"):
         decode_batch(payload)
+
+
+def test_a_batch_of_a_snapshots_size_is_read_like_a_small_one():
+    stores = [stored([number], list(range(100)), **FULL, block_size=100) for number in range(2000)]
+    payload = encode_batch(KVEventBatch(TS, [AllBlocksCleared(), *stores], 3))
+    assert len(payload) > 2 * _LARGE_BYTES
+    assert decode_batch(payload) == DecodedBatch(TS, [AllBlocksCleared(), *stores], 3)
+    assert decode_batch(encode_batch_positional(KVEventBatch(TS, stores, 3))).events == stores
+    nonsense = {"type": "BlockMoved"}
+    batch = decode_batch(pack(TS, [nonsense, *[STORED_MAP] * 2000], 0))
+    assert (len(batch.events), batch.num_dropped) == (2000, 1)
+    with pytest.raises(EventStreamError, match="is no event batch"):
+        decode_batch(payload[:-1])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -166,19 +166,57 @@ def test_a_publisher_that_has_nothing_to_replay_is_asked_twice():
     assert stream.live("a4") == "a4"
 
 
-def test_batches_between_the_answer_and_the_subscription_are_asked_for_though_none_follows():
-    """A publisher learns of a subscription a moment after the connection; what it sends before is lost."""
-    stream = started("a0", settle_s=0.25)
+def test_the_beginning_is_asked_for_when_something_comes_live():
+    """What is sent between an answer and the subscription reaches nobody, and may take a second snapshot."""
+    stream = Stream(settle_s=0.25)
+    assert stream.asked() is None
+    stream.machine.take_connected(stream.now)
+    assert stream.asked() is None
+    assert stream.live("a40") == ""
+    assert stream.asked() == 0
+    assert stream.live("a41") == ""
+    assert stream.replay("S40", ts=99.0) == "skipped:0-39 S40r"
+    assert stream.replay("a41", "end") == "a41r"
+    assert stream.live("a42") == "a42"
+    assert stream.machine.deadline is None
+
+
+def test_the_beginning_is_asked_for_after_a_while_if_nothing_comes_live():
+    stream = Stream(settle_s=0.25)
+    stream.machine.take_connected(stream.now)
+    assert stream.wait(0.2) == ""
+    assert stream.asked() is None
+    assert stream.wait(0.05) == ""
+    assert stream.asked() == 0
+    assert stream.replay("a0", "a1", "end") == "a0r a1r"
+    assert not stream.machine.is_recovering
+
+
+def test_a_request_from_before_the_connection_is_made_again():
+    """A publisher that came later than its reader may have answered before it knew of the subscription."""
+    stream = Stream(settle_s=0.25)
+    stream.wait(0.25)
+    assert stream.asked() == 0
+    stream.machine.take_connected(stream.now)
+    assert stream.machine.request is None
+    assert stream.live("a3") == ""
+    assert stream.asked() == 0
+
+
+def test_what_comes_live_at_a_new_connection_may_be_from_before_and_does_not_shorten_the_wait():
+    stream = Stream(settle_s=0.25)
+    stream.machine.take_connected(stream.now)
+    stream.wait(0.25)
+    assert stream.replay("a0", "end") == "a0r"
+    stream.machine.take_connected(stream.now)
+    assert stream.live("a1", "b2") == ""
+    assert stream.machine.request is None
     assert stream.wait(0.25) == ""
     assert stream.asked() == 0
-    assert stream.replay("a0", "a1", "a2", "end") == "a1r a2r"
-    assert stream.machine.deadline is None
-
-
-def test_a_live_batch_shows_that_the_subscription_is_known():
-    stream = started("a0", settle_s=0.25)
-    assert stream.live("a1") == "a1"
-    assert stream.machine.deadline is None
+    assert stream.replay("b0") == "restarted"
+    assert stream.asked() == 0
+    assert stream.replay("b0", "b1", "b2", "end") == "b0r b1r b2r"
+    assert not stream.machine.is_recovering
 
 
 def test_without_a_replay_endpoint_a_late_start_is_a_loss():
@@ -577,13 +615,16 @@ def test_a_snapshot_is_told_by_its_first_bytes(events, expected, encode):
         max_size=60,
     ),
     capacity=st.integers(1, 8),
+    settle_s=st.sampled_from([None, 1]),
 )
-def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(has_snapshots, steps, capacity):
+def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
+    has_snapshots, steps, capacity, settle_s
+):
     """A publisher of numbers with a small buffer; a reader that obeys the items has them all, or was told."""
     words = {"R": "restart", "C": "clock", "A": "answer", "P": "part", "T": "time", "L": "live again"}
     steps = [words.get(step, step) for step in steps]
     life, sequence, sent = 0, 0, []  # this life's batches as (sequence, payload)
-    stream = Stream(silence_after_s=10, settle_s=1)
+    stream = Stream(silence_after_s=10, settle_s=settle_s)
     machine = stream.machine
     machine.take_connected(stream.now)
     held, is_whole = [], True
@@ -650,9 +691,13 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(has_snapsho
         elif step == "live again":
             read(machine.take_connected(stream.now))
     for _ in range(50):
-        if machine.request is None:
+        if machine.request is not None:
+            answer(True)
+        elif machine.is_recovering:
+            stream.now = machine.deadline
+            read(machine.take_time(stream.now))
+        else:
             break
-        answer(True)
     assert machine.request is None
     assert machine.expected == sequence
     if is_whole:

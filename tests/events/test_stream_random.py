@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_pool
-from kv_pool.events.follow import apply_item
+from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 
 NUM_STEPS = 80

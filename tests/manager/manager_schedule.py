@@ -372,7 +372,7 @@ class ManagerSchedule:
 
     def evict(self):
         block_ids = range(1, self.options["num_blocks"])
-        if self.has_partial_keys:  # a block in use would get such a key again in vLLM
+        if self.has_partial_keys or "mamba" in self.kinds:  # vLLM would cache such ends of a prompt again
             block_ids = sorted(
                 block.block_id for block in self.side.pool.free_block_queue.get_all_free_blocks()
             )

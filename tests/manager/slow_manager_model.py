@@ -189,7 +189,9 @@ def is_pinned(manager, request, group_id, position, block):
         for start, end, claim in retention._directives.get(request.request_id, ())
         if any(start <= token and (end is None or token < end) for token in tokens)
     ]
-    return any(claim.strength == PINNED for claim in [*retention._get_claims(block), *directives])
+    cover = retention._covers.get(block)
+    claims = cover.claims if cover is not None and cover.key is block.block_hash else ()
+    return any(claim.strength == PINNED for claim in [*claims, *directives])
 
 
 def is_free(manager, block):

@@ -16,6 +16,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
+from kv_pool.manager.kv_cache_spec import MambaSpec
 
 HASHER = BlockHasher("sha256", "s", 4)
 
@@ -464,3 +465,13 @@ def test_on_a_pool_with_runs_a_request_that_began_with_no_tokens_grows():
     request = make_request("a", range(8))
     assert manager.allocate_slots(request, 0) == ((),)
     assert len(manager.allocate_slots(request, 8)[0]) == 2
+
+
+def test_a_state_after_guessed_tokens_is_not_cached_as_that_of_the_known_ones():
+    """A step of 3 tokens from 5 on ends at 8, in the next block; that of the 6th token is not written."""
+    manager = KVCacheManager(BlockPool(9, True, 2), groups=[MambaSpec(block_size=2)])
+    request = Request("a", range(6), BlockHasher("sha256", "s", 2))
+    manager.allocate_slots(request, 5)
+    request.num_computed_tokens = 5
+    manager.allocate_slots(request, 3)
+    assert manager.get_computed_blocks(request, max_num_tokens=6).num_tokens == 0

@@ -170,8 +170,7 @@ def test_a_kept_block_is_handed_over_to_the_transfer_and_kept_again():
     retention = BlockRetention(pool, clock)
     leases = BlockLeases(pool, clock, retention)
     retention.set_directives("request", [RetentionDirective(priority=90)])
-    retention.cover("request", 0, 0, [pool.blocks[1]])
-    retention.free_blocks([pool.blocks[1]])
+    retention.free_table("request", 0, 0, [pool.blocks[1]])
     assert retention.num_kept == 1
     lease = lend(leases, [1])
     assert retention.num_kept == 0

@@ -9,8 +9,9 @@ Where they differ, so that the schedules stay clear of it:
 - A window of 1 token: vLLM caches none of its blocks, so that no prefix of the model is ever hit. Here it is.
 - Full attention whose blocks are larger than the hashes': vLLM caches the end of a prompt in mid-block under
   one more key, when the block is full. Groups without Mamba do not look for it: it is left out of the
-  comparison of the maps and, with it, events. It shows if `evict_blocks` names a block in use: vLLM caches
-  that end anew.
+  comparison of the maps and, with it, events.
+- `evict_blocks` of a block in use: vLLM caches it anew at the next step if it is such an end, and, with
+  Mamba, the last state of a prompt. Here it stays evicted. The schedules evict free blocks only there.
 - `full_sequence_must_fit` with Mamba: vLLM counts one block of state, here it is the two that a step which
   begins a block needs, the one it reads and the one it writes.
 - Tokens loaded from elsewhere that end in mid-block, with local attention in chunks that end there, too: the

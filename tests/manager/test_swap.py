@@ -5,14 +5,17 @@ from manager.swap_engine import SwapEngine
 from kv_pool import (
     BlockPool,
     BlockRemoved,
+    BlockRetention,
     BlockStored,
+    BlockSwapper,
     CopyFailedError,
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
     KVCacheManager,
+    PlanClosedError,
+    RetentionDirective,
 )
-from kv_pool.errors import PlanClosedError
 from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
@@ -22,7 +25,6 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.swap import BlockSwapper
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 
@@ -144,6 +146,34 @@ def test_a_block_that_turns_out_invalid_while_it_is_copied_is_not_findable_on_th
     assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3*"
 
 
+def test_a_block_that_is_cached_but_not_computed_is_not_findable_on_the_host():
+    engine = SwapEngine(8, 8)
+    request = engine.make_request("a", range(12))
+    engine.manager.allocate_slots(request, 12)
+    request.num_computed_tokens = 6  # as after half of a step
+    plan = engine.swapper.swap_out(request)
+    engine.copy(plan)
+    plan.commit()
+    assert state(engine.swapper.host_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
+    plan = engine.swapper.swap_in(request)
+    assert (len(plan.moves), plan.num_shared_blocks) == (2, 1)
+    engine.copy(plan)
+    plan.commit()
+    assert engine.manager.get_table("a").num_cached_blocks == 1
+
+
+def test_a_block_that_is_findable_by_a_part_of_its_tokens_is_not_taken_for_all_of_them():
+    engine = SwapEngine(8, 8, (FullAttentionSpec(block_size=8),))
+    request = engine.make_request("a", range(16))
+    engine.manager.allocate_slots(request, 16, delay_cache_blocks=True)
+    pool = engine.manager.block_pool
+    pool.cache_partial_block(request, pool.blocks[1], 4, 0, 8)
+    engine.compute(request, 0, 16)
+    engine.manager.get_table("a").num_cached_blocks = 0
+    engine.run(engine.swapper.swap_out(request))
+    assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 | in use: 1 2"
+
+
 def test_a_fork_stays_where_it_is_when_its_parent_is_swapped_out():
     engine = SwapEngine(8, 8)
     parent = started(engine, "p", range(10))
@@ -263,7 +293,9 @@ def test_the_watermark_counts_while_others_hold_blocks():
     assert engine.swapper.can_swap_in(request) is AllocStatus.LATER
     assert engine.swapper.swap_in(request) is None
     engine.manager.free(other)
-    assert engine.swapper.can_swap_in(request) is AllocStatus.OK
+    # Alone it needs no more than there is: it would wait for nobody.
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=17) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=18) is AllocStatus.NEVER
     engine.run(engine.swapper.swap_in(request))
 
 
@@ -284,6 +316,7 @@ def test_a_dropped_request_leaves_its_prefix_on_the_host():
     engine.swapper.drop(request)
     assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 2* 1*"
     assert engine.swapper.list_swapped_out() == []
+    swap_invariants.check(engine.swapper)
     before = picture(engine)
     with pytest.raises(InvalidArgumentError, match="not swapped out"):
         engine.swapper.drop(request)
@@ -481,9 +514,41 @@ def test_encoder_blocks_go_along():
     engine.device_kv[3:6] = [[1] * 4, [2] * 4, [3] * 4]
     engine.run(engine.swapper.swap_out(request))
     engine.device_kv[:] = 0
-    assert engine.swapper.can_swap_in(request) is AllocStatus.OK
+    # 3 of 16 blocks are the encoder's, however many tokens are decoded.
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=46) is AllocStatus.OK
+    assert engine.swapper.can_swap_in(request, num_lookahead_tokens=47) is AllocStatus.NEVER
     engine.run(engine.swapper.swap_in(request))
     assert engine.device_kv[engine.manager.get_block_ids("a", 1)].tolist() == [[1] * 4, [2] * 4, [3] * 4]
+
+
+# ---- retention -----------------------------------------------------------------------------------
+
+
+def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
+    pool = BlockPool(9, True, 4)
+    retention = BlockRetention(pool, lambda: 0.0)
+    manager = KVCacheManager(pool, retention=retention)
+    swapper = BlockSwapper(manager, BlockPool(9, True, 4, medium="CPU"))
+    request = SwapEngine().make_request("a", range(10))
+    retention.set_directives("a", [RetentionDirective(0, 8, priority=90)])
+    manager.allocate_slots(request, 10)
+    request.num_computed_tokens = 10
+    swapper.swap_out(request).commit()
+    assert (retention.num_kept, manager.get_num_free_blocks()) == (2, 8)
+    other = SwapEngine().make_request("b", range(50, 74))
+    manager.allocate_slots(other, 24)
+    assert retention.num_kept == 2
+    # Kept blocks count as free, so they are needed as much as the one that is copied; there is none.
+    assert swapper.can_swap_in(request, num_new_tokens=0) is AllocStatus.LATER
+    manager.free(other)
+    plan = swapper.swap_in(request)
+    assert (len(plan.moves), plan.num_shared_blocks, retention.num_kept) == (1, 2, 0)
+    plan.commit()
+    swap_invariants.check(swapper)
+    swapper.swap_out(request).commit()
+    assert retention.num_kept == 2
+    swapper.drop(request)
+    assert manager.reset_prefix_cache()
 
 
 # ---- events --------------------------------------------------------------------------------------

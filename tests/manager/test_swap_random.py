@@ -11,8 +11,7 @@ import pytest
 from manager.swap_engine import SwapEngine
 from manager.test_swap import FULL_AND_WINDOW, picture
 
-from kv_pool import CopyFailedError, InvalidArgumentError
-from kv_pool.errors import PlanClosedError
+from kv_pool import CopyFailedError, InvalidArgumentError, PlanClosedError
 from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
@@ -135,6 +134,8 @@ class Life:
         request = self.random.choice(swapped)
         num_left = request.num_tokens - request.num_computed_tokens
         num_new, num_lookahead = self.random.randint(0, num_left), self.random.choice([0, 0, 0, 0, 3, 40])
+        if any(isinstance(spec, MambaSpec) for spec in self.engine.manager.groups):
+            num_lookahead = 0  # guessed tokens would need states of their own
         options = {"num_new_tokens": num_new, "num_lookahead_tokens": num_lookahead}
         expected = self.judge_swap_in(request, **options)
         before = picture(self.engine)
@@ -301,11 +302,11 @@ class Life:
         assert self.swapper.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_byte_is_lost_and_no_answer_is_wrong(shape, seed):
     life = Life(seed, SHAPES[shape], events=seed % 2 == 1, watermark=0.1 * (seed % 3))
-    for _ in range(700):
+    for _ in range(500):
         life.step()
     life.end()
     assert min(life.counts[kind] for kind in ("out", "in", "failed", "later", "fork")) > 0, life.counts

@@ -85,7 +85,8 @@ class BlockGroup:
         return self.count_table_blocks(num_tokens)
 
     def make_mask(self, first: int, end: int, num_tokens: int) -> list[bool] | None:
-        """Which of the blocks `[first, end)` are worth caching when `num_tokens` are computed; None: all."""
+        """Which of the blocks `[first, end)` are worth caching after a step that ends at `num_tokens` tokens;
+        None: all."""
         return None
 
     def extend_table(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> None:

@@ -22,7 +22,11 @@ def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str)
 async def follow_async(
     mirror: PrefixMirror, items: AsyncIterable[StreamItem], publisher_id: str
 ) -> AsyncIterator[StreamItem]:
-    """`follow` in an event loop: `async for item in follow_async(mirror, subscriber, "engine-1")`."""
+    """`follow` in an event loop: `async for item in follow_async(mirror, subscriber, "engine-1")`.
+
+    The loop stands still while an item is decoded and applied: for a snapshot of many blocks that is long.
+    Where it must not, iterate over `follow` in a thread; the mirror's lookups take no lock.
+    """
     async for item in items:
         apply_item(mirror, item, publisher_id)
         yield item

@@ -1,0 +1,165 @@
+"""What does retention cost a manager, used and not? See benchmarks/README.md for what the columns mean."""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_block_pool import describe_run
+
+import kv_pool
+from kv_pool import BlockRetention, KVCacheManager, RetentionDirective
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.trace import Trace, find_trace
+
+NONE = "no retention"
+IDLE = "retention, no directives"
+PROMPT = "system prompts"
+SESSIONS = "system prompts and sessions"
+ALL = "every block, with a duration"
+LANES = (NONE, IDLE, PROMPT, SESSIONS, ALL)
+
+
+class Lane:
+    """One manager under a scheduler that admits, decodes and frees; its time goes to `elapsed_ns`."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.options = options
+        self.steps = 0
+        self.elapsed_ns = 0
+        self.num_hit_tokens = 0
+        pool = kv_pool.BlockPool(options.blocks, True, options.block_size)
+        self.retention: BlockRetention | None = None
+        if name != NONE:
+            self.retention = BlockRetention(pool, lambda: float(self.steps), max_pinned_blocks=0)
+        self.manager = KVCacheManager(pool, retention=self.retention)
+        self.waiting: deque[ReplayRequest] = deque()
+        self.running: list[ReplayRequest] = []
+        num_tokens: int = options.system_tokens
+        self.directives: Sequence[RetentionDirective] = ()
+        if name in (PROMPT, SESSIONS):
+            self.directives = [RetentionDirective(0, num_tokens, priority=80)]
+        elif name == ALL:
+            self.directives = [RetentionDirective(priority=50, duration_s=float(options.duration))]
+        self.random = random.Random(0)
+
+    def serve(self, requests: list[ReplayRequest]) -> None:
+        """Put these through, as many at a time as fit; those still running at the end stay so."""
+        self.waiting.extend(requests)
+        start = time.perf_counter_ns()
+        while self.waiting:
+            self.step()
+        self.elapsed_ns += time.perf_counter_ns() - start
+
+    def step(self) -> None:
+        self.steps += 1
+        manager = self.manager
+        while self.waiting and len(self.running) < self.options.running:
+            request = self.waiting[0]
+            if self.directives and self.retention is not None:
+                self.retention.set_directives(request.request_id, self.directives)
+            prefix = manager.get_computed_blocks(request)
+            added = manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+            if added is None:
+                break
+            self.waiting.popleft()
+            self.num_hit_tokens += prefix.num_tokens
+            request.num_computed_tokens = request.num_tokens
+            self.running.append(request)
+        left = []
+        for request in self.running:
+            if request.num_output_left <= 0:
+                self.finish(request)
+                continue
+            request.append_output(1)
+            if manager.allocate_slots(request, 1) is None:
+                self.finish(request)
+                continue
+            request.num_computed_tokens += 1
+            left.append(request)
+        self.running = left
+
+    def finish(self, request: ReplayRequest) -> None:
+        if self.name == SESSIONS and self.retention is not None and self.random.random() < 0.1:
+            until = float(self.steps + self.options.duration)
+            self.retention.keep_session(request.request_id, request, until)
+        self.manager.free(request)
+
+
+def make_batches(options: argparse.Namespace) -> list[list[ReplayRequest]]:
+    """The trace's first requests, outputs cut, a few at a time; anew for each lane, since they grow."""
+    trace = Trace(find_trace(options.trace))
+    batches: list[list[ReplayRequest]] = []
+    for number, traced in enumerate(trace):
+        if number == options.requests:
+            break
+        request = ReplayRequest(traced, options.block_size, trace_block_size=trace.block_size)
+        request.num_output_left = min(request.num_output_left, options.output)
+        if number % options.batch == 0:
+            batches.append([])
+        batches[-1].append(request)
+    return batches
+
+
+def replay_once(options: argparse.Namespace, shift: int) -> list[Lane]:
+    """All lanes over the same requests, a batch each in turn."""
+    lanes = [Lane(name, options) for name in LANES]
+    order = lanes[shift:] + lanes[:shift]
+    batches = [make_batches(options) for _ in lanes]
+    for turn in range(len(batches[0])):
+        for lane, theirs in zip(order if turn % 2 else order[::-1], batches, strict=True):
+            del theirs
+            gc.collect()
+            gc.disable()
+            lane.serve(batches[lanes.index(lane)][turn])
+            gc.enable()
+    return lanes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", default="mooncake_conversation", help="a bundled one, or a file")
+    parser.add_argument("--requests", type=int, default=1_500, help="how many of its requests")
+    parser.add_argument("--output", type=int, default=64, help="generated tokens per request at most")
+    parser.add_argument("--running", type=int, default=16, help="requests that run at a time")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
+    parser.add_argument("--blocks", type=int, default=30_000, help="blocks of each pool")
+    parser.add_argument("--system-tokens", type=int, default=1024, help="tokens of a system prompt")
+    parser.add_argument("--duration", type=int, default=2_000, help="steps that sessions and durations last")
+    parser.add_argument("--batch", type=int, default=100, help="requests that one manager gets at a time")
+    parser.add_argument("--runs", type=int, default=5, help="replays of the whole; the median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    options = parser.parse_args()
+    replays = [replay_once(options, run % len(LANES)) for run in range(options.runs)]
+    mode = "compiled" if kv_pool.COMPILED else "plain"
+    provenance = describe_run([mode])
+    print(
+        f"{options.requests:,} requests of {options.trace}, {options.block_size} tokens a block, at most "
+        f"{options.output} generated; pools of {options.blocks:,}; kv_pool {mode}"
+    )
+    print(f"{'':32}{'µs/request':>12}{'beside none':>13}{'p10':>8}{'p90':>8}{'tokens hit':>14}")
+    rows = []
+    for index, name in enumerate(LANES):
+        times = [lanes[index].elapsed_ns / options.requests / 1e3 for lanes in replays]
+        ratios = sorted(lanes[index].elapsed_ns / lanes[0].elapsed_ns for lanes in replays)
+        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+        ratio = statistics.median(ratios)
+        num_hit_tokens = replays[0][index].num_hit_tokens
+        print(
+            f"{name:32}{statistics.median(times):>12.1f}{ratio:>13.3f}{low:>8.3f}{high:>8.3f}{num_hit_tokens:>14,}"
+        )
+        rows.append({"name": name, "us_per_request": times, "ratios": ratios, "tokens_hit": num_hit_tokens})
+    if options.json:
+        shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
+        answer = {"provenance": provenance, "options": shown, "rows": rows}
+        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

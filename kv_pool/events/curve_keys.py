@@ -1,0 +1,69 @@
+"""CURVE keys: a reader's, and those in the files that `zmq.auth.create_certificates` writes."""
+
+from os import PathLike, fspath
+from typing import NamedTuple
+
+from kv_pool.errors import InvalidArgumentError
+
+_KEY_BYTES = 40
+
+
+class CurveKeys(NamedTuple):
+    """A reader's keys for an encrypted stream, in Z85, as `zmq.curve_keypair()` and key files have them."""
+
+    server_public_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+    @classmethod
+    def from_files(
+        cls, server_key_file: str | PathLike[str], secret_key_file: str | PathLike[str] | None = None
+    ) -> "CurveKeys":
+        """From the publisher's public certificate and the reader's secret one.
+
+        Args:
+            secret_key_file: None for a new pair, which is enough for publishers without
+                `curve_client_keys_dir`: they admit whoever knows their public key.
+        Raises:
+            InvalidArgumentError: a file that can not be read, or without the keys; the message names it.
+            MissingDependencyError: pyzmq is not installed.
+        """
+        from kv_pool.events.zmq_module import zmq
+
+        server_public_key = load_public_key("server key", server_key_file)
+        if secret_key_file is None:
+            return cls(server_public_key, *zmq.curve_keypair())
+        return cls(server_public_key, *load_key_pair("secret key", secret_key_file))
+
+
+def load_public_key(name: str, path: str | PathLike[str]) -> bytes:
+    """The public key in a certificate file. Raises InvalidArgumentError; `name` says what the file is for."""
+    public_key, _ = _load(name, path)
+    return public_key
+
+
+def load_key_pair(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes]:
+    """Both keys in a secret certificate file. Raises InvalidArgumentError, as `load_public_key`."""
+    public_key, secret_key = _load(name, path)
+    if secret_key is None or len(secret_key) != _KEY_BYTES:
+        raise InvalidArgumentError(
+            f"{name} {path} has no pair of keys; "
+            f"the .key_secret file that zmq.auth.create_certificates writes has one"
+        )
+    return public_key, secret_key
+
+
+def _load(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes | None]:
+    from kv_pool.events.zmq_module import zmq
+
+    if not zmq.has("curve"):
+        raise InvalidArgumentError(f"this libzmq has no CURVE; leave {name} out, or install another")
+    import zmq.auth
+
+    try:
+        public_key, secret_key = zmq.auth.load_certificate(fspath(path))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} {path}: {error}") from error
+    if len(public_key) != _KEY_BYTES:
+        raise InvalidArgumentError(f"{name} {path}: a public key has {_KEY_BYTES} characters of Z85")
+    return public_key, secret_key

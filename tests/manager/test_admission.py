@@ -1,0 +1,255 @@
+"""What `can_allocate` promises, `allocate_slots` keeps: tried for all small pools, by doing it.
+
+OK: the call succeeds. LATER: it fails, and succeeds once all others have given their blocks back. NEVER: it
+fails then, too.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.core import invariants
+from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+BLOCK_SIZE = 2
+HASHER = BlockHasher("sha256", "s", BLOCK_SIZE)
+
+FULL = FullAttentionSpec(block_size=2)
+FULL_4 = FullAttentionSpec(block_size=4)
+WINDOW = SlidingWindowSpec(block_size=2, sliding_window=3)
+CHUNK = ChunkedLocalAttentionSpec(block_size=2, attention_chunk_size=4)
+MAMBA = MambaSpec(block_size=2)
+CROSS = CrossAttentionSpec(block_size=2)
+
+MODELS = {
+    "full": [FULL],
+    "window": [WINDOW],
+    "chunk": [CHUNK],
+    "mamba": [MAMBA],
+    "full and window": [FULL, WINDOW],
+    "full and mamba": [FULL_4, MAMBA],
+    "full and cross": [FULL, CROSS],
+}
+
+
+@dataclass
+class World:
+    """A manager and its requests, made again from the start whenever another future is to be tried."""
+
+    manager: KVCacheManager
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def request(self, name):
+        """Names that differ in the second letter only share their first four tokens."""
+        if name not in self.requests:
+            first = 1000 * ord(name[0])
+            own = first + 100 * ord(name[-1])
+            self.requests[name] = Request(name, [*range(first, first + 4), *range(own, own + 2)], HASHER)
+        return self.requests[name]
+
+    def apply(self, step):
+        """One step of a past. Those that are not possible are left out, and say so."""
+        what, name, *numbers = step
+        request = self.request(name)
+        holds = self.manager.holds_blocks(name)
+        match what:
+            case "grow":
+                num_tokens, num_lookahead = numbers
+                prefix = None
+                if not holds:
+                    prefix = self.manager.get_computed_blocks(request)
+                if self.allocate(request, num_tokens, prefix, num_lookahead_tokens=num_lookahead) is None:
+                    return False
+                computed = request.num_computed_tokens + (prefix.num_tokens if prefix else 0) + num_tokens
+                if self.manager.max_model_len:  # there are no slots beyond it
+                    computed = min(computed, self.manager.max_model_len)
+                if computed > request.num_tokens:
+                    request.append_output_token_ids(range(computed - request.num_tokens))
+                request.num_computed_tokens = computed
+            case "fork":
+                child = self.request(numbers[0])
+                if not holds or self.manager.holds_blocks(child.request_id):
+                    return False
+                child.all_token_ids = list(request.all_token_ids)
+                child.block_hashes = list(request.block_hashes)
+                child.num_computed_tokens = request.num_computed_tokens
+                self.manager.fork(request, child)
+            case "free":
+                if not holds:
+                    return False
+                self.manager.free(request)
+                request.num_computed_tokens = 0
+            case "copy":
+                self.manager.take_block_copies()
+        return True
+
+    def allocate(self, request, num_tokens, prefix, **options):
+        if CROSS in self.manager.groups:
+            options["num_encoder_tokens"] = 3
+        return self.manager.allocate_slots(request, num_tokens, prefix, **options)
+
+    def free_others(self, request):
+        self.manager.take_block_copies()
+        for name in self.manager.list_request_ids():
+            if name != request.request_id:
+                self.manager.free(self.requests[name])
+
+
+def make_world(model, num_blocks, past, **options):
+    world = World(KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE), groups=model, **options))
+    for step in past:
+        if not world.apply(step):
+            return None
+    return world
+
+
+def check_promise(make, name, num_tokens, **options):
+    """The answer about one call, held against what happens. Each future begins in a world of its own."""
+    world = make()
+    request = world.request(name)
+    prefix = None
+    if not world.manager.holds_blocks(name):
+        prefix = world.manager.get_computed_blocks(request)
+    asked = dict(options)
+    if CROSS in world.manager.groups:
+        asked["num_encoder_tokens"] = 3
+    answer = world.manager.can_allocate(request, num_tokens, prefix, **asked)
+    fits_now = world.allocate(request, num_tokens, prefix, **options) is not None
+    invariants.check(world.manager.block_pool)
+
+    alone = make()
+    request = alone.request(name)
+    prefix = None
+    if not alone.manager.holds_blocks(name):
+        prefix = alone.manager.get_computed_blocks(request)
+    alone.free_others(request)
+    fits_alone = alone.allocate(request, num_tokens, prefix, **options) is not None
+
+    happened = AllocStatus.OK if fits_now else AllocStatus.LATER if fits_alone else AllocStatus.NEVER
+    assert answer is happened, (name, num_tokens, options)
+    return answer
+
+
+GROW = [("grow", name, num_tokens, 0) for name in ("aa", "ab", "b") for num_tokens in (1, 3, 5)]
+STEPS = [*GROW, ("grow", "aa", 2, 3), ("fork", "aa", "c"), ("free", "aa"), ("copy", "aa")]
+FIRST_STEPS = [*GROW[:3], ("grow", "aa", 2, 3)]
+
+
+def list_pasts(longest):
+    """All pasts that begin by taking something, and the empty one."""
+    yield ()
+    for length in range(longest):
+        for first in FIRST_STEPS:
+            for rest in itertools.product(STEPS, repeat=length):
+                yield (first, *rest)
+
+
+SHORT_PASTS = [past for past in list_pasts(3) if len(past) < 3 or past[1][0] == "fork"]
+CALLS = [
+    (1, {}),
+    (3, {}),
+    (5, {"num_lookahead_tokens": 1}),
+    (2, {"num_lookahead_tokens": 7}),
+    (3, {"full_sequence_must_fit": True}),
+    (2, {"full_sequence_must_fit": True, "num_lookahead_tokens": 7}),
+    (3, {"reserved_blocks": 2}),
+    (1, {"full_sequence_must_fit": True, "reserved_blocks": 3}),
+]
+
+
+def check_pasts(model, num_blocks, watermark, pasts):
+    answers = Counter()
+    for past in pasts:
+
+        def make(past=past):
+            return make_world(model, num_blocks, past, watermark=watermark)
+
+        world = make()
+        if world is None:
+            continue
+        for name in {"b", *world.manager.list_request_ids()}:
+            for num_tokens, options in CALLS:
+                answers[check_promise(make, name, num_tokens, **options)] += 1
+    return answers
+
+
+everything = pytest.mark.parametrize(
+    ("model", "num_blocks", "watermark"),
+    list(itertools.product(MODELS.values(), [2, 3, 4, 5], [0.0, 0.4])),
+    ids=["-".join(map(str, case)) for case in itertools.product(MODELS, [2, 3, 4, 5], [0.0, 0.4])],
+)
+
+
+@everything
+def test_answers_come_true_after_every_short_past(model, num_blocks, watermark):
+    assert check_pasts(model, num_blocks, watermark, SHORT_PASTS).total() > 0
+
+
+@pytest.mark.slow
+@everything
+def test_answers_come_true_after_every_longer_past(model, num_blocks, watermark):
+    assert check_pasts(model, num_blocks, watermark, list_pasts(3)).total() > 0
+
+
+def test_all_three_answers_are_given():
+    answers = check_pasts([FULL], 4, 0.0, SHORT_PASTS)
+    assert min(answers[status] for status in AllocStatus) > 100
+
+
+numbers = st.integers(0, 9)
+steps = st.one_of(
+    st.tuples(st.just("grow"), st.sampled_from(["aa", "ab", "ba", "b", "c"]), numbers, st.integers(0, 4)),
+    st.tuples(st.just("fork"), st.sampled_from(["aa", "ab", "b"]), st.sampled_from(["c", "d", "e"])),
+    st.tuples(st.just("free"), st.sampled_from(["aa", "ab", "b", "c", "d"])),
+    st.tuples(st.just("copy"), st.just("aa")),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=st.sampled_from(list(MODELS)),
+    num_blocks=st.integers(1, 14),
+    past=st.lists(steps, max_size=14),
+    limits=st.fixed_dictionaries(
+        {"watermark": st.sampled_from([0.0, 0.1, 0.5])},
+        optional={"max_model_len": st.integers(8, 40), "max_in_flight_tokens": st.integers(1, 20)},
+    ),
+    num_tokens=numbers,
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "num_lookahead_tokens": numbers,
+            "num_external_computed_tokens": numbers,
+            "reserved_blocks": st.integers(0, 6),
+            "full_sequence_must_fit": st.booleans(),
+        },
+    ),
+)
+def test_answers_come_true_after_longer_pasts(model, num_blocks, past, limits, num_tokens, options):
+    def make():
+        """What is not possible is left out."""
+        world = World(
+            KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE), groups=MODELS[model], **limits)
+        )
+        for step in past:
+            world.apply(step)
+        return world
+
+    manager = make().manager
+    for name in {"ab", *manager.list_request_ids()}:
+        asked = dict(options)
+        if manager.holds_blocks(name):
+            asked.pop("num_external_computed_tokens", None)
+        check_promise(make, name, num_tokens, **asked)

@@ -1,0 +1,91 @@
+import pytest
+from manager.swap_engine import SwapEngine
+
+from kv_pool import BlockMove, CorruptedPoolError
+from kv_pool.manager import swap_invariants
+from kv_pool.manager.swap_plan import PlanState
+
+
+def make_engine():
+    """One request is running, one swapped out, one on its way back."""
+    engine = SwapEngine(12, 12)
+    for name, first in (("running", 0), ("swapped", 20), ("arriving", 40)):
+        request = engine.make_request(name, range(first, first + 10))
+        engine.start(request)
+        if name != "running":
+            engine.run(engine.swapper.swap_out(request))
+    engine.swapper.swap_in(request)
+    swap_invariants.check(engine.swapper)
+    return engine
+
+
+def be_in_two_places(engine):
+    engine.swapper._host.tables["running"] = []
+    engine.swapper._num_computed_tokens["running"] = 10
+
+
+def lose_a_host_reference(engine):
+    engine.swapper.host_pool.free_blocks([engine.swapper._host.tables["swapped"][0].blocks[2]])
+
+
+def keep_a_host_reference(engine):
+    engine.swapper.host_pool.get_new_blocks(1)
+
+
+def lose_a_device_reference(engine):
+    (plan,) = engine.swapper.list_open_plans()
+    engine.manager.block_pool.free_blocks(plan.list_blocks(engine.swapper._device)[:1])
+
+
+def name_a_block_of_the_other_pool(engine):
+    blocks = engine.swapper._host.tables["swapped"][0].blocks
+    blocks[0] = engine.manager.block_pool.blocks[blocks[0].block_id]
+
+
+def count_a_block_as_null(engine):
+    engine.swapper._host.tables["swapped"][0].num_null_blocks = 1
+
+
+def count_a_block_as_cached(engine):
+    engine.swapper._host.tables["swapped"][0].num_cached_blocks = 3
+
+
+def copy_twice_into_one(engine):
+    (plan,) = engine.swapper.list_open_plans()
+    plan.moves.append(BlockMove(1, plan.moves[0].target))
+
+
+def copy_into_a_cached_block(engine):
+    (plan,) = engine.swapper.list_open_plans()
+    plan.moves[0] = BlockMove(plan.moves[0].source, engine.manager.get_block_ids("running")[0])
+
+
+def list_a_closed_plan(engine):
+    engine.swapper.list_open_plans()[0].state = PlanState.ABORTED
+
+
+def forget_what_was_computed(engine):
+    del engine.swapper._num_computed_tokens["swapped"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"),
+    [
+        (be_in_two_places, "W1"),
+        (lose_a_host_reference, "W2"),
+        (keep_a_host_reference, "W2"),
+        (lose_a_device_reference, "W3"),
+        (name_a_block_of_the_other_pool, "W4"),
+        (count_a_block_as_null, "W5"),
+        (count_a_block_as_cached, "W5"),
+        (copy_twice_into_one, "W6"),
+        (copy_into_a_cached_block, "W6"),
+        (list_a_closed_plan, "W7"),
+        (forget_what_was_computed, "W8"),
+    ],
+)
+def test_each_broken_invariant_is_named(spoil, number):
+    engine = make_engine()
+    spoil(engine)
+    with pytest.raises(CorruptedPoolError, match=number):
+        swap_invariants.check(engine.swapper)
