@@ -279,7 +279,7 @@ class Row:
     parts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, lane: str, part: str, us: float) -> None:
-        self.parts.setdefault(lane, {}).setdefault(part, []).append(us)
+        self.parts.setdefault(lane, {}).setdefault(part, []).append(round(us, 3))
 
     def median(self, lane: str, part: str) -> float:
         return statistics.median(self.parts[lane][part])
@@ -510,7 +510,7 @@ def main() -> None:
             for row, parts in rows
         ]
         answer = {"provenance": provenance, "options": shown, "rows": results}
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+        options.json.write_text(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

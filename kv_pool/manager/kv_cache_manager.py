@@ -597,8 +597,10 @@ class KVCacheManager:
                 continue
             first = table.num_null_blocks
             given_up = blocks[first:end]
-            blocks[first:end] = [null_block] * (end - first)
             table.num_null_blocks = end
+            if all(block.is_null for block in given_up):
+                continue  # between two states
+            blocks[first:end] = [null_block] * (end - first)
             table.num_edits += 1
             if len(self._copies):
                 self._copies.drop(given_up)

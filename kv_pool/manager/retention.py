@@ -456,7 +456,7 @@ class BlockRetention:
         covers = self._covers
         ranges = self._directives.get(request_id)
         block_size = self._block_sizes[group_id]
-        is_plain = not covers or covers.keys().isdisjoint(blocks)
+        is_plain = not covers or not self._has_claims(blocks)
         if ranges is None or block_size == 0:
             if is_plain:
                 pool.free_blocks(blocks[::-1])
@@ -470,7 +470,7 @@ class BlockRetention:
         segments = cut_into_segments(ranges, first, len(blocks), block_size)
         for low, high, claims in reversed(segments):
             tail = blocks[low:high]
-            is_plain_here = is_plain or covers.keys().isdisjoint(tail)
+            is_plain_here = is_plain or not self._has_claims(tail)
             if is_plain_here and not claims:
                 tail.reverse()
                 to_pool.extend(tail)
@@ -556,7 +556,7 @@ class BlockRetention:
                 "free_blocks() got a block that the retention keeps, so it is free; it takes blocks that are "
                 "in use. Was it freed twice?"
             )
-        if not self._covers or self._covers.keys().isdisjoint(listed):
+        if not self._covers or not self._has_claims(listed):
             self.block_pool.free_blocks(listed)
         else:
             self._free_listed(listed)
@@ -715,9 +715,11 @@ class BlockRetention:
         num_blocks = len(hashes) // stride
         if end is not None:
             num_blocks = min(num_blocks, -(-end // block_size))
+        ours = hashes[start // block_size * stride + stride - 1 : num_blocks * stride : stride]
+        found = pool.find_cached_prefix(ours, len(ours), group_id)
         group_ids = [group_id]
-        for index in range(start // block_size, num_blocks):
-            blocks = pool.get_cached_block(hashes[(index + 1) * stride - 1], group_ids)
+        for index in range(len(found) + 1, len(ours)):  # behind a window's hole there may be more
+            blocks = pool.get_cached_block(ours[index], group_ids)
             if blocks is not None:
                 found.append(blocks[0])
         return found
@@ -731,6 +733,14 @@ class BlockRetention:
         if cover is None or cover.key is not block._block_hash:
             return ()
         return cover.claims
+
+    def _has_claims(self, blocks: list[KVCacheBlock]) -> bool:
+        """Are there remembered claims on any of these blocks?"""
+        covers = self._covers
+        for block in blocks:  # noqa: SIM110 (a loop compiles to C, a generator does not)
+            if block in covers:
+                return True
+        return False
 
     def _cover(self, block: KVCacheBlock, claims: tuple[Claim, ...]) -> None:
         """Remember claims, at least one, on a block that is in use."""

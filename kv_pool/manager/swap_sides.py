@@ -76,7 +76,8 @@ class DeviceSide:
         retention = self._manager._retention
         if retention is not None and retention.is_active:
             for group_id, blocks in enumerate(blocks_by_group):
-                retention.cover(request_id, group_id, 0, blocks)
+                retention.free_table(request_id, group_id, 0, list(blocks))
+            return
         self.free_blocks(list_tail_first(blocks_by_group))
 
     def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
