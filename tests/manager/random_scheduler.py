@@ -208,11 +208,15 @@ class RandomScheduler:
         )
         if self._allocate(sequence, num_new, delay_cache_blocks=True) is not None:
             self.done["slots taken early"] += 1
+            if self.rng.random() < 0.3:
+                child = self._fork(sequence)  # its blocks may lack their content still
+                if child is not None and self.rng.random() < 0.5:
+                    self._take_slots_early(child)
 
     def _fork(self, parent):
         num_computed = parent.request.num_computed_tokens
         if not num_computed or num_computed >= self.setup.max_model_len - 1 or len(self.running) > 8:
-            return
+            return None
         most = min(parent.request.num_tokens, self.setup.max_model_len - 1)
         num_common = self.rng.randint(num_computed, most)
         tokens = parent.request.all_token_ids[:num_common]
@@ -228,6 +232,7 @@ class RandomScheduler:
             assert self._get_table(child, group_id) == shared
         self.running.append(child)
         self.done["forks"] += 1
+        return child
 
     def _preempt(self, sequence):
         self._end(sequence)
@@ -321,6 +326,8 @@ class RandomScheduler:
                 raise AssertionError(f"{sequence.name} waits for blocks that nobody holds")
             self.done["refusals"] += 1
             return
+        for group_id, hits in enumerate([] if prefix is None else prefix.blocks):
+            assert self.manager.get_table(sequence.name, group_id).num_cached_blocks >= len(hits)
         self.waiting.remove(sequence)
         self.done["hits"] += bool(num_hit)
         self.done["external"] += bool(num_external)

@@ -23,6 +23,11 @@ SETUPS = [
     Setup(name="hashes of two tokens", groups=(FULL,), num_blocks=24, hash_block_size=2),
     Setup(name="a window", groups=(SlidingWindowSpec(block_size=4, sliding_window=6),), num_blocks=16),
     Setup(
+        name="a window, and a pool too small for some",
+        groups=(SlidingWindowSpec(block_size=4, sliding_window=6),),
+        num_blocks=6,
+    ),
+    Setup(
         name="a window of one token",
         groups=(SlidingWindowSpec(block_size=2, sliding_window=1),),
         num_blocks=30,
