@@ -236,7 +236,7 @@ class KVCacheManager:
                 tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
             )
             if tables is not None:
-                num_available += self._needs.count_to_forget(tables, num_before)
+                num_available += self._needs.count_to_forget(request.request_id, tables, num_before)
             if need <= num_available - reserved_blocks and not self._caching.is_unwritten(prefix_blocks):
                 return AllocStatus.OK
         fits_alone = self._needs.fits_alone(

@@ -150,14 +150,18 @@ class SlotNeeds:
             return False
         return num_now <= num_usable - num_held + num_forgotten - reserved_blocks
 
-    def count_to_forget(self, tables: list[BlockTable], num_computed: int) -> int:
+    def count_to_forget(self, request_id: str, tables: list[BlockTable], num_computed: int) -> int:
         """How many blocks giving up what no later token attends to would make free."""
+        retention = self._retention
         num_free = 0
         for group in self._groups:
             table = tables[group.group_id]
             end = min(group.count_skipped_tokens(num_computed) // group.block_size, len(table.blocks))
             for position in range(table.num_null_blocks, end):
-                if table.blocks[position].ref_cnt == 1:
+                block = table.blocks[position]
+                if block.ref_cnt == 1 and not (
+                    retention is not None and retention.will_pin(request_id, group.group_id, position, block)
+                ):
                     num_free += 1
         return num_free
 
