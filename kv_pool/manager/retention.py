@@ -517,6 +517,24 @@ class BlockRetention:
             if stretch:
                 self._keep(stretch, claims)
 
+    def will_pin(self, request_id: str, group_id: int, index: int, block: KVCacheBlock) -> bool:
+        """Would the block be pinned, not free, if this request, its last holder, gave it back now?
+
+        Args:
+            index: its place in the request's table.
+        """
+        if block._block_hash is None:
+            return False
+        cover = self._covers.get(block)
+        if cover is not None and cover.key is block._block_hash and is_pin(cover.claims):
+            return True
+        block_size = self._block_sizes[group_id]
+        for start, end, claim in self._directives.get(request_id, []):
+            is_in = start // block_size <= index and (end is None or index * block_size < end)
+            if is_in and claim.strength == PINNED:
+                return True
+        return False
+
     def forget_request(self, request_id: str) -> None:
         """The request has given all its blocks back. Its directives live on in the blocks they cover."""
         self._directives.pop(request_id, None)

@@ -260,6 +260,12 @@ class BlockSwapper:
             )
         if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
+        prefix_blocks = () if cached_prefix is None else cached_prefix.blocks
+        if any(self.manager._copies.concerns(blocks) for blocks in prefix_blocks):
+            raise InvalidArgumentError(
+                f"the prefix of request {request_id!r} has blocks whose content is still to be copied; apply "
+                "take_block_copies() first"
+            )
         hits = None
         if end <= len(request.block_hashes) * self.host_pool.hash_block_size:
             hits = self._prefixes.find_blocks(request, num_device_tokens, end)
@@ -385,11 +391,16 @@ class BlockSwapper:
                 f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}; they "
                 "count tokens, 0 or more"
             )
-        num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        num_scheduled = request.num_computed_tokens + num_new_tokens
+        num_tokens = num_scheduled + num_lookahead_tokens
         if self.manager.max_model_len:
+            num_scheduled = min(num_scheduled, self.manager.max_model_len)
             num_tokens = min(num_tokens, self.manager.max_model_len)
         return sum(
-            group.count_new_blocks(len(table.blocks), group.count_table_blocks(num_tokens))
+            group.count_new_blocks(
+                len(table.blocks),
+                group.count_table_blocks(num_tokens if group.has_lookahead else num_scheduled),
+            )
             for group, table in zip(self._groups, tables, strict=True)
             if group.is_cacheable
         )

@@ -11,7 +11,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from manager.slow_manager_model import count_free_blocks, count_longest_hit, expect_allocation
+from manager.random_companions import RandomLeases, RandomRetention, RandomSwaps
+from manager.slow_manager_model import (
+    count_blocks,
+    count_free_blocks,
+    count_longest_hit,
+    expect_allocation,
+    list_to_cache,
+)
 from manager.token_engine import TokenEngine, mix
 
 from kv_pool import AllocStatus, BlockHasher, BlockPool, KVCacheManager, MambaSpec, Request
@@ -34,6 +41,9 @@ class Setup:
     max_model_len: int = 48
     caching: bool = True
     runs: bool = False
+    num_host_blocks: int = 0
+    keeps: bool = False
+    """With retention, and blocks lent to readers."""
 
     @property
     def has_states(self):
@@ -81,11 +91,19 @@ class RandomScheduler:
         self.setup = setup
         pool_class = RunBlockPool if setup.runs else BlockPool
         self.pool = pool_class(setup.num_blocks + 1, setup.caching, setup.hash_block_size)
-        self.manager = KVCacheManager(
-            self.pool, groups=setup.groups, max_model_len=setup.max_model_len, watermark=setup.watermark
-        )
-        self.hasher = BlockHasher("sha256", "s", setup.hash_block_size)
         self.engine = TokenEngine(setup.num_blocks + 1, setup.groups)
+        retention = RandomRetention(self, setup.num_blocks // 4) if setup.keeps else None
+        self.manager = KVCacheManager(
+            self.pool,
+            groups=setup.groups,
+            max_model_len=setup.max_model_len,
+            watermark=setup.watermark,
+            retention=retention and retention.retention,
+        )
+        self.swaps = RandomSwaps(self, setup.num_host_blocks) if setup.num_host_blocks else None
+        leases = RandomLeases(self, retention.retention) if retention else None
+        self.companions = [one for one in (self.swaps, retention, leases) if one is not None]
+        self.hasher = BlockHasher("sha256", "s", setup.hash_block_size)
         self.documents = [self._draw_tokens(setup.max_model_len) for _ in range(4)]
         self.waiting, self.running, self.loading = [], [], {}
         self.scheduled, self.to_write, self.unwritten = [], [], set()
@@ -99,8 +117,12 @@ class RandomScheduler:
 
     def drain(self):
         """All end; nothing may be left in use."""
+        if self.swaps is not None:
+            self.swaps.drain()
         for sequence in [*self.running, *self.loading]:
             self.manager.free(sequence.request)
+        for companion in self.companions:
+            companion.drain()
         self.running, self.loading = [], {}
         assert self.manager.list_request_ids() == []
         assert self.manager.take_block_copies() == []
@@ -126,6 +148,8 @@ class RandomScheduler:
             self._arrive()
         for sequence in [one for one in self.loading if rng.random() < 0.3]:
             self._finish_loading(sequence)
+        for companion in self.companions:
+            companion.act()
         for _ in range(2):
             if self.running and rng.random() < 0.08:
                 self._take_slots_early(rng.choice(self.running))
@@ -142,11 +166,14 @@ class RandomScheduler:
             self.done["cached late"] += 1
         if rng.random() < 0.03:
             self.manager.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
-        if rng.random() < 0.02 or not (self.running or self.loading):
-            is_idle = count_free_blocks(self.manager) == self.setup.num_blocks
-            if rng.random() < 0.2:
-                assert self.manager.reset_prefix_cache() == is_idle
-                self.done["reset"] += is_idle
+        if rng.random() < (0.01 if self.running or self.loading else 0.2):
+            is_idle = not self.manager.list_request_ids() and not any(
+                companion.list_held()
+                for companion in self.companions
+                if not isinstance(companion, RandomRetention)
+            )
+            assert self.manager.reset_prefix_cache() == is_idle
+            self.done["reset"] += is_idle
 
     def _arrive(self):
         rng = self.rng
@@ -181,11 +208,15 @@ class RandomScheduler:
         )
         if self._allocate(sequence, num_new, delay_cache_blocks=True) is not None:
             self.done["slots taken early"] += 1
+            if self.rng.random() < 0.3:
+                child = self._fork(sequence)  # its blocks may lack their content still
+                if child is not None and self.rng.random() < 0.5:
+                    self._take_slots_early(child)
 
     def _fork(self, parent):
         num_computed = parent.request.num_computed_tokens
         if not num_computed or num_computed >= self.setup.max_model_len - 1 or len(self.running) > 8:
-            return
+            return None
         most = min(parent.request.num_tokens, self.setup.max_model_len - 1)
         num_common = self.rng.randint(num_computed, most)
         tokens = parent.request.all_token_ids[:num_common]
@@ -194,8 +225,14 @@ class RandomScheduler:
         child = self._make_sequence(tokens, length, parent.encoder, parent.delays)
         child.request.num_computed_tokens = num_computed
         self.manager.fork(parent.request, child.request)
+        for group_id, spec in enumerate(self.setup.groups):
+            shared = self._get_table(parent, group_id)
+            if spec.is_cacheable:
+                shared = shared[: count_blocks(spec, num_computed)]
+            assert self._get_table(child, group_id) == shared
         self.running.append(child)
         self.done["forks"] += 1
+        return child
 
     def _preempt(self, sequence):
         self._end(sequence)
@@ -210,7 +247,10 @@ class RandomScheduler:
             self.done["aborts"] += 1
 
     def _end(self, sequence):
+        tables = self._list_tables(sequence)
+        given_up = self._list_last_held(block_id for table in tables for block_id in reversed(table))
         self.manager.free(sequence.request)
+        self._check_order(given_up)
         if sequence in self.loading:
             del self.loading[sequence]
         else:
@@ -282,10 +322,12 @@ class RandomScheduler:
             if self.last_status is AllocStatus.NEVER:
                 self.waiting.remove(sequence)
                 self.done["too large"] += 1
-            elif not (self.running or self.loading):
+            elif not (self.running or self.loading or any(one.list_held() for one in self.companions)):
                 raise AssertionError(f"{sequence.name} waits for blocks that nobody holds")
             self.done["refusals"] += 1
             return
+        for group_id, hits in enumerate([] if prefix is None else prefix.blocks):
+            assert self.manager.get_table(sequence.name, group_id).num_cached_blocks >= len(hits)
         self.waiting.remove(sequence)
         self.done["hits"] += bool(num_hit)
         self.done["external"] += bool(num_external)
@@ -315,15 +357,21 @@ class RandomScheduler:
         self.last_status = manager.can_allocate(request, num_new, prefix, **asked)
         assert self.last_status is expected.status, (sequence.name, num_new, self.last_status, expected)
         num_free = count_free_blocks(manager)
+        gone = self._list_last_held(expected.given_up)
         before = self._list_tables(sequence) if manager.holds_blocks(sequence.name) else None
         edits = self._count_edits(sequence) if before else None
         added = manager.allocate_slots(request, num_new, prefix, **options)
         assert (added is not None) == (expected.status is AllocStatus.OK)
         self.done["given" if added is not None else "not given"] += 1
         num_taken = num_free - count_free_blocks(manager)
+        self._check_order(gone)
         if added is None:
             assert num_taken in (0, -expected.num_given_up)
             return None
+        if self.setup.caching and not options.get("delay_cache_blocks"):
+            for group_id, position in list_to_cache(manager, request, num_new, expected.num_before):
+                block = manager.get_table(sequence.name, group_id).blocks[position]
+                assert block.is_null or block.block_hash is not None, (group_id, position)
         assert num_taken == expected.num_taken, (sequence.name, num_taken, expected)
         after = self._list_tables(sequence)
         assert [len(table) for table in after] == expected.num_entries
@@ -342,6 +390,19 @@ class RandomScheduler:
         if self.setup.has_states and self.rng.random() < 0.6:
             num_new -= (num_computed + num_new) % 8
         return num_new if num_new > 0 else num_left
+
+    def _list_last_held(self, block_ids):
+        """Those of these blocks that are findable and that nobody else holds, in this order."""
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        return [block.block_id for block in blocks if block.ref_cnt == 1 and block.block_hash is not None]
+
+    def _check_order(self, given_up):
+        """As far as these are still free, they are reused in this order, behind all that were free before."""
+        if self.setup.keeps or self.setup.runs:
+            return
+        queue = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        left = [block_id for block_id in given_up if block_id in queue]
+        assert queue[len(queue) - len(left) :] == left
 
     def _is_scheduled(self, sequence):
         return any(one is sequence for one, _, _ in self.scheduled) or any(
@@ -367,9 +428,7 @@ class RandomScheduler:
         writes.update((one, num_new + len(drafts)) for one, num_new, drafts in self.scheduled)
         check_writes(self.manager, [(one.request, num_tokens) for one, num_tokens in writes.items()])
         self.unwritten = set()
-        moves = self.manager.take_block_copies()
-        self.done["copies"] += len(moves)
-        self.engine.copy(moves)
+        self.apply_copies()
         for sequence, num_hit, num_external in self.to_write:
             self._write_all(sequence, num_hit, num_hit + num_external)
             for group_id, spec in enumerate(self.setup.groups):
@@ -381,6 +440,11 @@ class RandomScheduler:
         for sequence, num_new, drafts in self.scheduled:
             self._count_up(sequence, num_new, drafts)
         self.scheduled, self.to_write = [], []
+
+    def apply_copies(self):
+        moves = self.manager.take_block_copies()
+        self.done["copies"] += len(moves)
+        self.engine.copy(moves)
 
     def _for_each(self, act):
         for sequence, num_new, drafts in self.scheduled:
@@ -430,7 +494,10 @@ class RandomScheduler:
     # ---- checking --------------------------------------------------------------------------------
 
     def _check(self):
-        check_manager(self.manager, [one.request for one in [*self.running, *self.loading]])
+        held = [block for companion in self.companions for block in companion.list_held()]
+        check_manager(self.manager, [one.request for one in [*self.running, *self.loading]], held)
+        for companion in self.companions:
+            companion.check()
         for sequence in self.running:
             num_computed = sequence.request.num_computed_tokens
             for group_id, spec in enumerate(self.setup.groups):

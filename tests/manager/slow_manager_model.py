@@ -1,11 +1,13 @@
 """What a manager should answer, worked out anew for each call from the definitions, by scanning blocks."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from manager.token_engine import find_first_read
 
 from kv_pool import AllocStatus, EncoderOnlyAttentionSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.manager.retention import PINNED
 
 
 def count_blocks(spec, num_tokens):
@@ -53,6 +55,20 @@ def count_longest_hit(manager, request, max_num_tokens):
     return next((num_tokens for num_tokens in range(most, 0, -1) if is_hit(num_tokens)), 0)
 
 
+def list_to_cache(manager, request, num_new, num_before):
+    """(group, position) of what has to be findable after an allocation: filled by it, needed for a hit."""
+    num_tokens = min(num_before + num_new, request.num_tokens, manager.max_model_len)
+    specs = [(group_id, spec) for group_id, spec in enumerate(manager.groups) if spec.is_cacheable]
+    alignment = lcm(*(spec.block_size for _, spec in specs))
+    for end in range(alignment, num_tokens + 1, alignment):
+        for group_id, spec in specs:
+            if end <= num_before or (isinstance(spec, MambaSpec) and end != num_tokens):
+                continue
+            for position in find_needed(spec, end):
+                if position >= num_before // spec.block_size:
+                    yield group_id, position
+
+
 @dataclass
 class Expected:
     """What a call to `allocate_slots` should do."""
@@ -62,6 +78,10 @@ class Expected:
     """Free blocks that are free no more, less those that become free."""
     num_given_up: int
     """Of these, what leaves a window: given up even if the rest does not fit."""
+    given_up: list[int]
+    """Ids of what leaves a window, in the order in which it is to be reused."""
+    num_before: int
+    """Tokens that are there before the new ones."""
     num_entries: list[int]
     """Of each group's table afterwards."""
     waits: bool
@@ -94,6 +114,7 @@ def expect_allocation(
     num_usable = manager.block_pool.num_gpu_blocks - 1
     num_taken = num_given_up = num_held = num_full = num_full_held = 0
     num_entries = []
+    given_up = []
     waits = False
     for group_id, spec in enumerate(manager.groups):
         is_state = isinstance(spec, MambaSpec)
@@ -110,12 +131,16 @@ def expect_allocation(
         if has_blocks:
             blocks = manager.get_table(request.request_id, group_id).blocks
             gone = [block for block in blocks[:first] if not block.is_null]
-            num_given_up += sum(block.ref_cnt == 1 for block in gone)
+            num_given_up += sum(
+                block.ref_cnt == 1 and not is_pinned(manager, request, group_id, blocks.index(block), block)
+                for block in gone
+            )
+            given_up += [block.block_id for block in reversed(gone)]
             num_free_hits = 0
         else:
             hits = [] if prefix is None else prefix.blocks[group_id]
             blocks = [None] * min(first, len(hits)) + hits[first:] + [None] * (first - len(hits))
-            num_free_hits = sum(block.ref_cnt == 0 for block in hits[first:])
+            num_free_hits = sum(is_free(manager, block) for block in hits[first:])
             waits = waits or any(block.block_id in unwritten for block in hits[-1:])
         kept = [block for block in blocks[first:] if not block.is_null]
         num_now = len(blocks)
@@ -130,7 +155,12 @@ def expect_allocation(
             first_written = num_before // spec.block_size  # a full block is not written any more
             if is_state:
                 first_written = max(first_written, wanted - 1)
-            num_copied = sum(block.ref_cnt > 1 for block in blocks[first_written:])
+            # Who holds a block alone, but for copies that are made of it before the step, may write to it.
+            copied = list(manager._copies._source_of.values())
+            num_copied = sum(
+                block.ref_cnt - sum(source is block for source in copied) > 1
+                for block in blocks[first_written:]
+            )
         num_taken += num_new_blocks + num_copied + num_free_hits
         num_held += len(kept) + num_new_blocks
         num_full += max(0, most - len(blocks)) + num_free_hits
@@ -138,20 +168,41 @@ def expect_allocation(
         num_entries.append(max(num_now, wanted))
     left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
     available = manager.get_num_free_blocks() - left
-    if full_sequence_must_fit and num_full_held > num_usable:
-        status = AllocStatus.NEVER
-    elif full_sequence_must_fit and num_full > available:
-        status = AllocStatus.LATER
-    elif num_taken > available + num_given_up - reserved_blocks:
-        status = AllocStatus.NEVER if num_held + reserved_blocks > num_usable else AllocStatus.LATER
-    else:
-        status = AllocStatus.OK
+    fits = num_taken <= available + num_given_up - reserved_blocks
+    fits_alone = num_held + reserved_blocks <= num_usable
+    if full_sequence_must_fit:
+        fits = fits and num_full <= available
+        fits_alone = fits_alone and num_full_held <= num_usable
+    status = AllocStatus.OK if fits else AllocStatus.LATER if fits_alone else AllocStatus.NEVER
     waits = waits and status is AllocStatus.OK
     if waits:
         status = AllocStatus.LATER
-    return Expected(status, num_taken - num_given_up, num_given_up, num_entries, waits)
+    return Expected(status, num_taken - num_given_up, num_given_up, given_up, num_before, num_entries, waits)
+
+
+def is_pinned(manager, request, group_id, position, block):
+    """Given back by the last who holds it, it would be kept for good: some claim on it is a pin."""
+    retention = manager._retention
+    if retention is None or block.block_hash is None:
+        return False
+    first = position * manager.groups[group_id].block_size
+    tokens = range(first, first + manager.groups[group_id].block_size)
+    directives = [
+        claim
+        for start, end, claim in retention._directives.get(request.request_id, ())
+        if any(start <= token and (end is None or token < end) for token in tokens)
+    ]
+    cover = retention._covers.get(block)
+    claims = cover.claims if cover is not None and cover.key is block.block_hash else ()
+    return any(claim.strength == PINNED for claim in [*claims, *directives])
+
+
+def is_free(manager, block):
+    """Nobody has a reference, or a retention alone that gives it up for the asking."""
+    retention = manager._retention
+    return not block.is_null and (block.ref_cnt == 0 or (retention is not None and retention.holds(block)))
 
 
 def count_free_blocks(manager):
-    """By a full scan: blocks on which nobody has a reference."""
-    return sum(block.ref_cnt == 0 and not block.is_null for block in manager.block_pool.blocks)
+    """By a full scan."""
+    return sum(is_free(manager, block) for block in manager.block_pool.blocks)

@@ -23,6 +23,11 @@ SETUPS = [
     Setup(name="hashes of two tokens", groups=(FULL,), num_blocks=24, hash_block_size=2),
     Setup(name="a window", groups=(SlidingWindowSpec(block_size=4, sliding_window=6),), num_blocks=16),
     Setup(
+        name="a window, and a pool too small for some",
+        groups=(SlidingWindowSpec(block_size=4, sliding_window=6),),
+        num_blocks=6,
+    ),
+    Setup(
         name="a window of one token",
         groups=(SlidingWindowSpec(block_size=2, sliding_window=1),),
         num_blocks=30,
@@ -78,6 +83,41 @@ SETUPS = [
     ),
     Setup(name="cross attention", groups=(FULL, CrossAttentionSpec(block_size=3)), num_blocks=34),
     Setup(name="encoder only", groups=(EncoderOnlyAttentionSpec(block_size=4), FULL), num_blocks=24),
+    Setup(name="full attention, with a host", groups=(FULL,), num_blocks=20, num_host_blocks=20),
+    Setup(
+        name="full and window, with a host",
+        groups=(FULL, SlidingWindowSpec(block_size=4, sliding_window=9)),
+        num_blocks=36,
+        num_host_blocks=24,
+        watermark=0.05,
+    ),
+    Setup(
+        name="full and states, with a host",
+        groups=(FULL, MambaSpec(block_size=8)),
+        num_blocks=34,
+        num_host_blocks=24,
+    ),
+    Setup(name="full attention, with retention", groups=(FULL,), num_blocks=24, keeps=True),
+    Setup(
+        name="full and window, with retention",
+        groups=(FULL, SlidingWindowSpec(block_size=4, sliding_window=9)),
+        num_blocks=36,
+        keeps=True,
+    ),
+    Setup(
+        name="all at once",
+        groups=(
+            FullAttentionSpec(block_size=8),
+            SlidingWindowSpec(block_size=4, sliding_window=9),
+            MambaSpec(block_size=8),
+            CrossAttentionSpec(block_size=4),
+        ),
+        num_blocks=44,
+        num_host_blocks=24,
+        hash_block_size=2,
+        watermark=0.05,
+        keeps=True,
+    ),
 ]
 
 NUM_SLOW_SEEDS = 25

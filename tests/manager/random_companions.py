@@ -1,0 +1,228 @@
+"""What goes on beside a `RandomScheduler`'s manager: requests on the host, kept blocks, lent blocks."""
+
+import numpy as np
+
+from kv_pool import AllocStatus, BlockPool
+from kv_pool.errors import PinLimitError
+from kv_pool.manager import swap_invariants
+from kv_pool.manager.invariants import check_leases, check_retention
+from kv_pool.manager.kv_cache_spec import CrossAttentionSpec
+from kv_pool.manager.leases import BlockLeases
+from kv_pool.manager.retention import BlockRetention, RetentionDirective
+from kv_pool.manager.swap import BlockSwapper
+from kv_pool.manager.swap_plan import SwapDirection
+
+
+class RandomSwaps:
+    """Swaps out and in, takes prefixes from the host; copies when a plan is committed, some time later."""
+
+    def __init__(self, scheduler, num_host_blocks):
+        self.scheduler = scheduler
+        setup = scheduler.setup
+        host_pool = BlockPool(num_host_blocks + 1, setup.caching, setup.hash_block_size, medium="CPU")
+        self.swapper = BlockSwapper(scheduler.manager, host_pool)
+        self.slots = np.full((num_host_blocks + 1, scheduler.engine.slots.shape[1]), -1, dtype=np.int64)
+        self.plans, self.swapped = {}, []
+
+    def act(self):
+        rng, scheduler = self.scheduler.rng, self.scheduler
+        for sequence in [one for one in self.plans if rng.random() < 0.6]:
+            self.close(sequence, rng.random() < 0.85)
+        if scheduler.running and rng.random() < 0.12:
+            self.swap_out(rng.choice(scheduler.running))
+        for sequence in [one for one in scheduler.waiting if rng.random() < 0.3]:
+            self.start_from_host(sequence)
+        for sequence in [one for one in self.swapped if rng.random() < 0.4]:
+            if rng.random() < 0.1:
+                self.swapped.remove(sequence)
+                self.swapper.drop(sequence.request)
+                scheduler.done["dropped on the host"] += 1
+            else:
+                self.swap_in(sequence)
+
+    def swap_out(self, sequence):
+        self.scheduler.apply_copies()
+        status = self.swapper.can_swap_out(sequence.request)
+        plan = self.swapper.swap_out(sequence.request)
+        assert (plan is not None) == (status is AllocStatus.OK)
+        if plan is not None:
+            self.scheduler.running.remove(sequence)
+            self.plans[sequence] = plan
+
+    def swap_in(self, sequence):
+        status = self.swapper.can_swap_in(sequence.request)
+        plan = self.swapper.swap_in(sequence.request)
+        assert (plan is not None) == (status is AllocStatus.OK)
+        if plan is not None:
+            self.swapped.remove(sequence)
+            self.plans[sequence] = plan
+        elif status is AllocStatus.NEVER:
+            self.swapped.remove(sequence)
+            self.swapper.drop(sequence.request)
+            self.scheduler.done["too large"] += 1
+
+    def start_from_host(self, sequence):
+        """A request that waits, if the host has what comes after the prefix that the device has."""
+        self.scheduler.apply_copies()
+        prefix = self.scheduler.manager.get_computed_blocks(sequence.request)
+        num_tokens = self.swapper.find_host_prefix(sequence.request, prefix.num_tokens)
+        if not num_tokens:
+            return
+        plan = self.swapper.plan_host_hit(
+            sequence.request, num_tokens, prefix, num_encoder_tokens=len(sequence.encoder)
+        )
+        if plan is not None:
+            self.plans[sequence] = plan
+            self.scheduler.waiting.remove(sequence)
+
+    def close(self, sequence, is_done):
+        plan = self.plans.pop(sequence)
+        scheduler, request = self.scheduler, sequence.request
+        is_host_hit = type(plan).__name__ == "HostHitPlan"
+        if is_done:
+            device = scheduler.engine.slots
+            for source, target in plan.moves:
+                if plan.direction is SwapDirection.OUT:
+                    self.slots[target] = device[source]
+                else:
+                    device[target] = self.slots[source]
+            plan.commit()
+            scheduler.done[type(plan).__name__] += 1
+        else:
+            plan.abort()
+            scheduler.done["aborted plans"] += 1
+        if is_host_hit and is_done:
+            request.num_computed_tokens = plan.num_computed_tokens
+            self.write_encoder(sequence)
+        if is_host_hit and not is_done:
+            scheduler.waiting.append(sequence)
+        elif (plan.direction is SwapDirection.OUT) == is_done:
+            self.swapped.append(sequence)
+        else:
+            scheduler.running.append(sequence)
+
+    def write_encoder(self, sequence):
+        for group_id, spec in enumerate(self.scheduler.setup.groups):
+            if isinstance(spec, CrossAttentionSpec):
+                table = self.scheduler.manager.get_block_ids(sequence.name, group_id)
+                self.scheduler.engine.write(group_id, table, 0, sequence.encoder)
+
+    def list_held(self):
+        return [
+            block
+            for plan in self.plans.values()
+            for block in plan.list_blocks(self.swapper._device)
+            if not block.is_null
+        ]
+
+    def check(self):
+        swap_invariants.check(self.swapper)
+        assert self.swapper.list_swapped_out() == [one.name for one in self.swapped]
+
+    def drain(self):
+        for sequence in list(self.plans):
+            self.close(sequence, self.scheduler.rng.random() < 0.5)
+        for sequence in self.swapped:
+            self.swapper.drop(sequence.request)
+        self.swapped = []
+        swap_invariants.check(self.swapper)
+        assert self.swapper.host_pool.get_num_free_blocks() == self.swapper.host_pool.num_gpu_blocks - 1
+
+
+class RandomRetention:
+    """Directives, pins and sessions, under a clock that goes on between steps."""
+
+    def __init__(self, scheduler, max_pinned_blocks):
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.retention = BlockRetention(scheduler.pool, lambda: self.now, max_pinned_blocks, max_sessions=3)
+
+    def act(self):
+        rng, scheduler = self.scheduler.rng, self.scheduler
+        self.now += rng.choice((0.0, 1.0, 3.0))
+        here = [*scheduler.waiting, *scheduler.running]
+        if here and rng.random() < 0.3:
+            request = rng.choice(here).request
+            directives = [self.draw() for _ in range(rng.randint(1, 2))]
+            try:
+                if rng.random() < 0.3:
+                    self.retention.change_directives(request, directives)
+                else:
+                    self.retention.set_directives(request.request_id, directives)
+                scheduler.done["directives"] += 1
+            except PinLimitError:
+                scheduler.done["refused pins"] += 1
+        if here and rng.random() < 0.1:
+            session_id = rng.choice("abcde")
+            self.retention.keep_session(session_id, rng.choice(here).request, self.now + rng.choice((2, 20)))
+            scheduler.done["sessions"] += 1
+        if rng.random() < 0.05:
+            self.retention.end_session(rng.choice("abcde"))
+
+    def draw(self):
+        rng = self.scheduler.rng
+        start = rng.choice((0, 0, 5))
+        return RetentionDirective(
+            start,
+            start + rng.choice((4, 10, 40)),
+            priority=rng.choice((0, 20, 35, 60, 100)),
+            duration_s=rng.choice((None, 2.0, 9.0)),
+            pin=rng.random() < 0.15,
+        )
+
+    def list_held(self):
+        return list(self.retention._kept)
+
+    def check(self):
+        check_retention(self.retention)
+        self.scheduler.done["kept"] += bool(self.retention.num_kept)
+        self.scheduler.done["pinned"] += bool(self.retention.num_pinned)
+
+    def drain(self):
+        for sequence in [*self.scheduler.waiting]:
+            self.retention.forget_request(sequence.name)
+        self.retention.release_all()
+
+
+class RandomLeases:
+    """Blocks with content, lent to readers that give them back or are late."""
+
+    def __init__(self, scheduler, retention):
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.leases = BlockLeases(scheduler.pool, lambda: self.now, retention)
+        self.content = {}
+
+    def act(self):
+        rng, pool = self.scheduler.rng, self.scheduler.pool
+        self.now += 1.0
+        for lease in self.leases.expire():
+            del self.content[lease.lease_id]
+            self.scheduler.done["late readers"] += 1
+        cached = [block for block in pool.blocks if block.block_hash is not None]
+        if cached and rng.random() < 0.2:
+            blocks = rng.sample(cached, min(2, len(cached)))
+            lease = self.leases.lend(blocks, self.now + rng.choice((1.0, 4.0)), "a reader")
+            self.content[lease.lease_id] = [
+                self.scheduler.engine.slots[block.block_id].copy() for block in blocks
+            ]
+            self.scheduler.done["lent"] += 1
+        for lease in self.leases.list_leases():
+            if rng.random() < 0.3:
+                del self.content[lease.lease_id]
+                lease.give_back()
+
+    def list_held(self):
+        return [block for lease in self.leases.list_leases() for block in lease.blocks]
+
+    def check(self):
+        """What is lent is not written."""
+        check_leases(self.leases)
+        for lease in self.leases.list_leases():
+            for block, before in zip(lease.blocks, self.content[lease.lease_id], strict=True):
+                assert np.array_equal(self.scheduler.engine.slots[block.block_id], before), lease
+
+    def drain(self):
+        self.now += 100.0
+        self.leases.expire()
+        assert self.leases.num_lent_blocks == 0

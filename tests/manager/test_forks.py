@@ -1,0 +1,299 @@
+"""Forks share blocks; whoever writes to a shared one gets another, and a copy to be made."""
+
+import pytest
+from drawing import state
+from manager.table_drawing import draw, grow, make_manager, make_request, start, stop, take_copies
+
+from kv_pool import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    InvalidArgumentError,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from kv_pool.manager.invariants import check_manager
+
+FULL = FullAttentionSpec(block_size=4)
+
+
+def fork(manager, parent, name, tokens=(), num_common=None):
+    """A child that goes on with other tokens after those the parent has computed."""
+    num_computed = parent.num_computed_tokens if num_common is None else num_common
+    child = make_request(name, [*parent.all_token_ids[:num_computed], *tokens])
+    child.num_computed_tokens = parent.num_computed_tokens
+    manager.fork(parent, child)
+    return child
+
+
+def make_parent(num_tokens=10, groups=(FULL,), num_blocks=20):
+    manager = make_manager(groups, num_blocks)
+    a = make_request("a", range(num_tokens))
+    start(manager, a)
+    return manager, a
+
+
+def test_a_fork_takes_no_blocks():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    assert draw(manager, a) == draw(manager, b) == "1*x2 2*x2 3x2"
+    assert manager.get_num_free_blocks() == 17
+    assert take_copies(manager) == []
+    stop(manager, a, b)
+
+
+def test_whoever_writes_first_gets_a_copy_and_the_other_keeps_the_block():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    grow(manager, b)
+    assert draw(manager, b) == "1*x2 2*x2 4"
+    assert draw(manager, a) == "1*x2 2*x2 3x2"  # the second reference is the copy's
+    assert take_copies(manager) == [(3, 4)]
+    assert draw(manager, a) == "1*x2 2*x2 3"
+    grow(manager, a, [60])
+    assert draw(manager, a) == "1*x2 2*x2 3"
+    assert take_copies(manager) == []
+    stop(manager, a, b)
+
+
+def test_the_parent_may_be_the_one_that_gets_the_copy():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    grow(manager, a, [60])
+    assert draw(manager, a) == "1*x2 2*x2 4"
+    assert take_copies(manager) == [(3, 4)]
+    stop(manager, a, b)
+
+
+def test_both_in_one_step_get_copies_of_what_is_free_afterwards():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    grow(manager, a, [60])
+    grow(manager, b)
+    assert state(manager.block_pool).endswith("in use: 1*x2 2*x2 3x2 4 5")
+    assert take_copies(manager) == [(3, 4), (3, 5)]
+    assert state(manager.block_pool).startswith("free: 3 ")
+    stop(manager, a, b)
+
+
+def test_nothing_is_copied_at_a_blocks_end():
+    manager, a = make_parent(8)
+    b = fork(manager, a, "b", [50])
+    grow(manager, a, [60])
+    grow(manager, b)
+    assert (draw(manager, a), draw(manager, b)) == ("1*x2 2*x2 3", "1*x2 2*x2 4")
+    assert take_copies(manager) == []
+    stop(manager, a, b)
+
+
+def test_slots_ahead_are_the_parents_alone():
+    manager = make_manager((FULL,))
+    a = make_request("a", range(10))
+    start(manager, a, num_lookahead_tokens=8)
+    assert draw(manager, a) == "1* 2* 3 4 5"
+    b = fork(manager, a, "b", [50])
+    assert draw(manager, b) == "1*x2 2*x2 3x2"
+    grow(manager, a, [60])
+    assert draw(manager, a) == "1*x2 2*x2 6 4 5"
+    assert take_copies(manager) == [(3, 6)]
+    stop(manager, a, b)
+
+
+def test_each_of_several_forks_gets_a_copy_of_its_own():
+    manager, a = make_parent()
+    children = [fork(manager, a, name, [50 + index]) for index, name in enumerate("bcd")]
+    assert draw(manager, a) == "1*x4 2*x4 3x4"
+    for child in children:
+        grow(manager, child)
+    assert [draw(manager, child) for child in children] == [
+        "1*x4 2*x4 4",
+        "1*x4 2*x4 5",
+        "1*x4 2*x4 6",
+    ]
+    assert take_copies(manager) == [(3, 4), (3, 5), (3, 6)]
+    assert draw(manager, a) == "1*x4 2*x4 3"
+    stop(manager, a, *children)
+
+
+def test_a_fork_of_a_fork_before_its_copy_is_made_copies_from_the_first():
+    """b has slots for a step that did not run; c is forked from it and gets b's content from a's block."""
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    manager.allocate_slots(b, 1)
+    assert draw(manager, b) == "1*x2 2*x2 4"
+    c = fork(manager, b, "c", [51])
+    assert draw(manager, c) == "1*x3 2*x3 4x2"
+    manager.allocate_slots(c, 1)
+    assert draw(manager, c) == "1*x3 2*x3 5"
+    assert draw(manager, b) == "1*x3 2*x3 4"
+    check_manager(manager, [a, b, c])
+    assert take_copies(manager) == [(3, 4), (3, 5)]
+    stop(manager, a, b, c)
+
+
+def test_a_copy_that_nobody_needs_any_more_is_not_made():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    grow(manager, b)
+    manager.free(b)
+    assert take_copies(manager) == []
+    assert state(manager.block_pool).endswith("in use: 1* 2* 3")
+    stop(manager, a)
+
+
+def test_the_source_of_a_copy_outlives_the_request_that_had_it():
+    manager, a = make_parent(num_blocks=4)
+    b = fork(manager, a, "b", [50])
+    grow(manager, b)
+    manager.free(a)
+    assert draw(manager, b) == "1* 2* 4"
+    c = make_request("c", range(100, 104))
+    assert start(manager, c) is None  # block 3 is not to be had before it is copied
+    assert take_copies(manager) == [(3, 4)]
+    assert start(manager, c) == 0
+    assert draw(manager, c) == "3*"
+    stop(manager, b, c)
+
+
+def test_a_target_that_another_fork_shares_is_copied_to_even_if_its_first_owner_ends():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    manager.allocate_slots(b, 1)
+    c = fork(manager, b, "c", [51])
+    manager.free(b)
+    assert draw(manager, c) == "1*x2 2*x2 4"
+    assert take_copies(manager) == [(3, 4)]
+    stop(manager, a, c)
+
+
+def test_a_preempted_fork_comes_back_through_the_cache():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    grow(manager, b)
+    manager.free(b)
+    b.num_computed_tokens = 0
+    assert draw(manager, a) == "1* 2* 3"
+    assert take_copies(manager) == []
+    assert start(manager, b) == 8
+    assert draw(manager, b) == "1*x2 2*x2 4"
+    stop(manager, a, b)
+
+
+def test_a_fork_that_does_not_fit_changes_nothing():
+    manager, a = make_parent(num_blocks=3)
+    b = fork(manager, a, "b", [50])
+    before = state(manager.block_pool)
+    assert not grow(manager, b)
+    assert state(manager.block_pool) == before
+    assert take_copies(manager) == []
+    manager.free(a)
+    assert grow(manager, b)  # nobody shares block 3 any more
+    assert draw(manager, b) == "1* 2* 3"
+    stop(manager, b)
+
+
+def test_a_shared_full_block_is_findable_once_both_have_gone_on():
+    """Groups of 4 and 8 tokens a block: at 4 tokens neither has registered the shared block, then both do."""
+    groups = (FULL, FullAttentionSpec(block_size=8))
+    manager, a = make_parent(6, groups)
+    assert draw(manager, a) == "1 2 / 3"
+    b = fork(manager, a, "b", [50, 51])
+    grow(manager, a, [6, 7])
+    grow(manager, b)
+    assert (draw(manager, a), draw(manager, b)) == ("1*x2 4* / 5*", "1*x2 6* / 7*")
+    assert take_copies(manager) == [(2, 4), (3, 5), (2, 6), (3, 7)]
+    stop(manager, a, b)
+
+
+def test_forks_with_delayed_blocks_register_them_one_after_the_other():
+    manager = make_manager((FULL,))
+    a = make_request("a", range(10))
+    start(manager, a, delay_cache_blocks=True)
+    b = fork(manager, a, "b", [50])
+    manager.cache_blocks(a, 10)
+    assert draw(manager, b) == "1*x2 2*x2 3x2"
+    manager.cache_blocks(b, 10)
+    stop(manager, a, b)
+
+
+def test_a_fork_with_a_window_shares_what_the_window_still_has():
+    manager, a = make_parent(8, (FULL, SlidingWindowSpec(block_size=4, sliding_window=4)))
+    grow(manager, a, [8, 9])
+    b = fork(manager, a, "b", [50])
+    assert draw(manager, a) == draw(manager, b) == "1*x2 2*x2 5x2 / - 4*x2 6x2"
+    grow(manager, b)
+    grow(manager, a, [60])
+    assert draw(manager, b) == "1*x2 2*x2 7 / - 4*x2 8"
+    assert draw(manager, a) == "1*x2 2*x2 9 / - 4*x2 10"
+    assert take_copies(manager) == [(5, 7), (6, 8), (5, 9), (6, 10)]
+    check_manager(manager, [a, b])
+    stop(manager, a, b)
+
+
+def test_a_fork_keeps_what_left_its_siblings_window():
+    manager, a = make_parent(6, (SlidingWindowSpec(block_size=4, sliding_window=4),))
+    b = fork(manager, a, "b", [50])
+    grow(manager, a, [6, 7, 8])
+    take_copies(manager)
+    grow(manager, a, [9])
+    assert draw(manager, a) == "- 3* 4"
+    assert draw(manager, b) == "1* 2"
+    stop(manager, a, b)
+
+
+def test_forks_of_a_state_write_to_copies_of_it_or_to_new_blocks():
+    manager, a = make_parent(6, (MambaSpec(block_size=4),))
+    b = fork(manager, a, "b", [50])
+    assert draw(manager, b) == "- 1x2"
+    grow(manager, a, [60])  # goes on in mid-block: a copy
+    grow(manager, b, [51, 52])  # ends in the next block: reads this one, writes that
+    assert (draw(manager, a), draw(manager, b)) == ("- 2", "- 1x2 3")
+    assert take_copies(manager) == [(1, 2)]
+    stop(manager, a, b)
+
+
+def test_forks_share_the_encoders_blocks_and_never_copy_them():
+    manager = make_manager((FULL, CrossAttentionSpec(block_size=4)))
+    a = make_request("a", range(6))
+    start(manager, a, num_encoder_tokens=6)
+    b = fork(manager, a, "b", [50])
+    grow(manager, b)
+    assert draw(manager, b) == "1*x2 5 / 3x2 4x2"
+    assert take_copies(manager) == [(2, 5)]
+    stop(manager, a, b)
+
+
+def test_edits_of_a_table_are_counted():
+    manager, a = make_parent()
+    b = fork(manager, a, "b", [50])
+    assert manager.get_table("b").num_edits == 0
+    grow(manager, b)
+    assert manager.get_table("b").num_edits == 1
+    grow(manager, b, range(51, 56))
+    assert manager.get_table("b").num_edits == 1
+    stop(manager, a, b)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "message"),
+    [
+        (8, "has 10 computed tokens, its fork 'b' says 8"),
+        (12, "its fork 'b' says 12; set the child's"),
+    ],
+)
+def test_a_fork_from_elsewhere_is_refused(num_computed, message):
+    manager, a = make_parent()
+    b = make_request("b", range(14))
+    b.num_computed_tokens = num_computed
+    with pytest.raises(InvalidArgumentError, match=message):
+        manager.fork(a, b)
+    assert not manager.holds_blocks("b")
+    stop(manager, a)
+
+
+def test_a_fork_in_the_middle_of_a_step_is_refused():
+    manager = make_manager((FULL,))
+    a, b = make_request("a", range(8)), make_request("b", range(9))
+    manager.allocate_slots(a, 8)
+    with pytest.raises(InvalidArgumentError, match="cached for 8 tokens and says 0 are computed"):
+        manager.fork(a, b)
+    stop(manager, a)
