@@ -475,3 +475,21 @@ def test_a_state_after_guessed_tokens_is_not_cached_as_that_of_the_known_ones():
     request.num_computed_tokens = 5
     manager.allocate_slots(request, 3)
     assert manager.get_computed_blocks(request, max_num_tokens=6).num_tokens == 0
+
+
+def test_the_last_that_holds_a_forked_block_writes_in_place():
+    manager = make_manager()
+    parent = make_request("a", range(5))
+    start(manager, parent)
+    children = []
+    for name in ("b", "c"):
+        child = make_request(name, range(5))
+        child.num_computed_tokens = 5
+        manager.fork(parent, child)
+        children.append(child)
+    for request in (*children, parent):
+        request.append_output_token_ids([7])
+        assert manager.allocate_slots(request, 1) == ((),)
+    assert [manager.get_block_ids(name) for name in "abc"] == [[1, 2], [1, 3], [1, 4]]
+    assert [tuple(copy) for copy in manager.take_block_copies()] == [(2, 3), (2, 4)]
+    invariants.check(manager.block_pool)
