@@ -3,7 +3,7 @@
 Requests of the bundled production trace arrive on a virtual clock; they wait, run or are swapped out. The
 engine is a stand-in that proves the block tables right: it writes something of each token into its slot, and
 computes a request's next token from all of its slots. In the end each output is compared with one computed
-without any blocks. A real model under the same scheduler: examples/batching_a_model.py.
+without any blocks. A model of transformers under the same scheduler: examples/batching_a_model.py.
 
 Run it: python examples/continuous_batching.py      needs the extra cli; --help for its options
 What each call means, and why in this order: kv_pool/manager/README.md
@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kv_pool import AllocStatus, BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.manager.positions import list_slots
 from kv_pool.manager.preemption import (
     PreemptionCost,
     PreemptionKind,
@@ -85,7 +86,7 @@ class Scheduler:
 
     def add(self, request: Sequence) -> bool:
         """Queue a request; False if it could not end even if it were alone."""
-        if self.manager.can_allocate(request, request.max_tokens) is AllocStatus.NEVER:
+        if not self.manager.fits_alone(request.max_tokens):
             self.done["requests refused, larger than the pool"] += 1
             return False
         insort(self.waiting, request, key=Sequence.rank)
@@ -153,12 +154,12 @@ class Scheduler:
         queue = min(queues, key=lambda queue: queue[0].rank())
         request = queue[0]
         if queue is self.swapped:
-            plan = self.swapper.swap_in(request)  # None unless its next tokens have room, too
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            plan = self.swapper.swap_in(request, num_new_tokens=num_tokens)  # None if these have no room
             if plan is None:
                 return 0
             plan.apply(lambda moves: self.engine.host.copy_to(self.engine.device, moves))
             self.done["blocks copied in"] += len(plan.moves)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             self.manager.allocate_slots(request, num_tokens)
         else:
             prefix = self.manager.get_computed_blocks(request)
@@ -200,10 +201,8 @@ class StandIn:
         ]
 
     def find_slots(self, request: Sequence, start: int, end: int) -> Any:
-        positions = np.arange(start, end)
-        block_ids = np.array(self.manager.get_block_ids(request.request_id))
-        block_size = self.manager.block_size
-        return block_ids[positions // block_size] * block_size + positions % block_size
+        block_ids = self.manager.get_block_ids(request.request_id)
+        return list_slots(block_ids, start, end, self.manager.block_size)
 
 
 def predict(token_ids: Any, positions: Any) -> int:
@@ -278,6 +277,8 @@ def main() -> None:
     hits = done.pop("tokens found in the cache") / done.pop("tokens of those let in")
     waited_ms = [request.waited_ms or 0.0 for request in served]
     num_equal = sum(request.all_token_ids == generate_without_blocks(request) for request in served)
+    sizes = f"{options.blocks} blocks of 16 tokens, {options.host_blocks} more on the host"
+    print(f"{len(served)} requests on {sizes}")
     print(
         f"{num_steps:>7,} steps of {num_computed / num_steps:.0f} tokens, {now_ms / 1000:.0f} s on its clock"
     )
@@ -293,6 +294,7 @@ if __name__ == "__main__":
     main()
 
 # prints:
+# 396 requests on 180 blocks of 16 tokens, 180 more on the host
 #   5,774 steps of 30 tokens, 142 s on its clock
 #    3.9% of the tokens of those let in were in the cache
 #      81 blocks copied in

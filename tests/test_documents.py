@@ -15,8 +15,9 @@ from kv_pool.events import KVEventBatch, PublisherConfig, decode_batch, encode_b
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
+MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS_TRANSFORMERS = {"paged_generation.py"}
+NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py"}
 SHOWN = [
     "kv_pool.adapter.gpu_kv_pool",
     "kv_pool.adapter.layout",
@@ -27,6 +28,7 @@ SHOWN = [
     "kv_pool.events.mirror",
     "kv_pool.integrations.nano_vllm",
     "kv_pool.manager.kv_cache_manager",
+    "kv_pool.manager.preemption",
     "kv_pool.manager.request",
     "kv_pool.storage.kv_storage",
 ]
@@ -96,6 +98,15 @@ def test_the_readers_on_the_page_about_events_print_what_it_says():
     assert told.stdout == output
 
 
+def test_the_guide_for_schedulers_prints_what_it_says():
+    """One program from the first line to the last."""
+    code = "".join(re.findall(r"```python\n(.*?)```", MANAGER_README, re.DOTALL))
+    guide = MANAGER_README.partition("\n## One request\n")[2]
+    output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_the_publisher_on_the_page_about_events_can_be_configured_so(tmp_path):
     (tmp_path / "publisher.toml").write_text(re.search(r"```toml\n(.*?)```", EVENTS_README, re.DOTALL)[1])
     assert PublisherConfig.from_toml(tmp_path / "publisher.toml").topic == "kv@pod-1@a-model"
@@ -107,6 +118,7 @@ def test_links_in_the_documents_lead_somewhere():
         ROOT / "kv_pool" / "README.md",
         ROOT / "kv_pool" / "events" / "README.md",
         ROOT / "kv_pool" / "integrations" / "README.md",
+        ROOT / "kv_pool" / "manager" / "README.md",
         ROOT / "benchmarks" / "README.md",
     ):
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):

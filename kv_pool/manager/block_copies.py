@@ -14,6 +14,7 @@ class BlockCopies:
     def __init__(self, pool: BlockPoolCore) -> None:
         self._pool: BlockPoolCore = pool
         self._source_of: dict[KVCacheBlock, KVCacheBlock] = {}
+        self._num_targets: dict[KVCacheBlock, int] = {}
 
     def __len__(self) -> int:
         return len(self._source_of)
@@ -27,6 +28,14 @@ class BlockCopies:
             self._pool.free_blocks([source])
             source = first
         self._source_of[target] = source
+        self._num_targets[source] = self._num_targets.get(source, 0) + 1
+
+    def count_targets(self, source: KVCacheBlock) -> int:
+        """How many copies are to be made of this block: so many of its references are not a request's.
+
+        Copies are made before the step writes, so the last request that holds a source may write to it.
+        """
+        return self._num_targets.get(source, 0)
 
     def concerns(self, blocks: list[KVCacheBlock]) -> bool:
         """Whether one of these blocks still lacks its content."""
@@ -38,6 +47,7 @@ class BlockCopies:
             if block.ref_cnt == 1:
                 source = self._source_of.pop(block, None)
                 if source is not None:
+                    self._num_targets[source] -= 1
                     self._pool.free_blocks([source])
 
     def take(self) -> list[BlockMove]:
@@ -47,5 +57,6 @@ class BlockCopies:
         moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
         sources = list(self._source_of.values())
         self._source_of = {}
+        self._num_targets = {}
         self._pool.free_blocks(sources)
         return moves

@@ -108,7 +108,7 @@ class KVCacheManager:
         self._copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
         self._needs: SlotNeeds = SlotNeeds(
-            self._groups, self.max_model_len, self.max_in_flight_tokens, retention
+            self._groups, self.max_model_len, self.max_in_flight_tokens, self._copies, retention
         )
         self._run_pool: RunBlockPool | None = block_pool if isinstance(block_pool, RunBlockPool) else None
         self._retention: BlockRetention | None = retention
@@ -187,6 +187,15 @@ class KVCacheManager:
             InvalidArgumentError: the request has no blocks, or there is no such group.
         """
         return self.get_table(request_id, group_id).list_ids()
+
+    def fits_alone(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> bool:
+        """Whether a request of so many tokens in all can be computed to its end here, if need be alone.
+
+        False: refuse it when it arrives, or it waits for ever. A window needs few blocks where steps
+        are short, hence `max_in_flight_tokens`; without it one step for all tokens is assumed.
+        """
+        num_most = self._needs.count_most_blocks(as_count("num_tokens", num_tokens), num_encoder_tokens)
+        return num_most <= self.block_pool.num_gpu_blocks - 1
 
     def can_allocate(
         self,
@@ -356,7 +365,7 @@ class KVCacheManager:
         """Let `child` go on from where `parent` is, in the same blocks.
 
         Blocks with computed tokens get one reference more; slots beyond these are the parent's alone. Whoever
-        writes first to the block that both would write to gets a copy of it.
+        writes first to the block that both would write to gets a copy of it; the last keeps it.
 
         Args:
             parent: between two steps: its `num_computed_tokens` counts all that was written.

@@ -58,6 +58,7 @@ class PreemptionRule(Protocol):
 class PreemptionCost:
     """The rule that takes what is faster: computing what nobody else keeps, or copying all blocks twice.
 
+        >>> from kv_pool.manager.preemption import PreemptionCost, PreemptionLoss
         >>> rule = PreemptionCost(prefill_tokens_per_s=10_000, copy_bytes_per_s=20e9, block_bytes=2_000_000)
         >>> rule(PreemptionLoss(1000, num_kept_tokens=0, num_cached_tokens=992, num_blocks=63))   # 100, 13 ms
         <PreemptionKind.SWAP: 'swap'>

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.retention import BlockRetention
@@ -16,6 +17,7 @@ class SlotNeeds:
 
     Args:
         max_model_len, max_in_flight_tokens: see `KVCacheManager`; 0 for no bound.
+        copies: references to the blocks that they are made of are not those of requests.
         retention: what it keeps counts as free.
     """
 
@@ -24,11 +26,13 @@ class SlotNeeds:
         groups: list[BlockGroup],
         max_model_len: int,
         max_in_flight_tokens: int,
+        copies: BlockCopies,
         retention: BlockRetention | None,
     ) -> None:
         self._groups: list[BlockGroup] = groups
         self._max_model_len: int = max_model_len
         self._max_in_flight_tokens: int = max_in_flight_tokens
+        self._copies: BlockCopies = copies
         self._retention: BlockRetention | None = retention
 
     def limit(self, num_tokens: int) -> int:
@@ -92,6 +96,11 @@ class SlotNeeds:
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
             num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
         return num_free
+
+    def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that a request of so many tokens holds at most at a time, until all of them have slots."""
+        num_tokens = self.limit(num_tokens)
+        return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
 
     def fits_alone(
         self,
@@ -164,7 +173,12 @@ class SlotNeeds:
             return []
         blocks = table.blocks
         first = group.find_first_written(num_computed, num_blocks)
-        return [position for position in range(first, len(blocks)) if blocks[position].ref_cnt > 1]
+        shared: list[int] = []
+        for position in range(first, len(blocks)):
+            block = blocks[position]
+            if block.ref_cnt > 1 and block.ref_cnt - self._copies.count_targets(block) > 1:
+                shared.append(position)
+        return shared
 
     def _count_to_start(
         self, group: BlockGroup, num_hits: int, num_skipped: int, num_before: int, num_blocks: int

@@ -55,6 +55,9 @@ class OwnManagerSide(ManagerSide):
     def make_request(self, request_id, token_ids):
         return kv_pool.Request(request_id, token_ids, self.hasher)
 
+    def begin_step(self):
+        assert self.manager.take_block_copies() == []
+
     def look_up(self, request_id, max_num_tokens):
         prefix = self.manager.get_computed_blocks(self.requests[request_id], max_num_tokens)
         self.prefixes[request_id] = prefix

@@ -155,7 +155,12 @@ def expect_allocation(
             first_written = num_before // spec.block_size  # a full block is not written any more
             if is_state:
                 first_written = max(first_written, wanted - 1)
-            num_copied = sum(block.ref_cnt > 1 for block in blocks[first_written:])
+            # Who holds a block alone, but for copies that are made of it before the step, may write to it.
+            copied = list(manager._copies._source_of.values())
+            num_copied = sum(
+                block.ref_cnt - sum(source is block for source in copied) > 1
+                for block in blocks[first_written:]
+            )
         num_taken += num_new_blocks + num_copied + num_free_hits
         num_held += len(kept) + num_new_blocks
         num_full += max(0, most - len(blocks)) + num_free_hits
@@ -163,12 +168,12 @@ def expect_allocation(
         num_entries.append(max(num_now, wanted))
     left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
     available = manager.get_num_free_blocks() - left
-    fits = num_taken <= available + num_given_up - reserved_blocks
-    fits_alone = num_held + reserved_blocks <= num_usable
+    fits_later = num_held + reserved_blocks <= num_usable
+    fits_now = num_taken <= available + num_given_up - reserved_blocks
     if full_sequence_must_fit:
-        fits = fits and num_full <= available
-        fits_alone = fits_alone and num_full_held <= num_usable
-    status = AllocStatus.OK if fits else AllocStatus.LATER if fits_alone else AllocStatus.NEVER
+        fits_later = fits_later and num_full_held <= num_usable
+        fits_now = fits_now and num_full <= available
+    status = AllocStatus.OK if fits_now else AllocStatus.LATER if fits_later else AllocStatus.NEVER
     waits = waits and status is AllocStatus.OK
     if waits:
         status = AllocStatus.LATER

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
@@ -253,3 +253,34 @@ def test_answers_come_true_after_longer_pasts(model, num_blocks, past, limits, n
         if manager.holds_blocks(name):
             asked.pop("num_external_computed_tokens", None)
         check_promise(make, name, num_tokens, **asked)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=st.sampled_from(list(MODELS)),
+    num_blocks=st.integers(1, 12),
+    max_in_flight_tokens=st.integers(1, 12),
+    num_tokens=st.integers(1, 40),
+    data=st.data(),
+)
+def test_what_fits_alone_is_computed_to_its_end(model, num_blocks, max_in_flight_tokens, num_tokens, data):
+    manager = KVCacheManager(
+        BlockPool(num_blocks + 1, True, BLOCK_SIZE),
+        groups=MODELS[model],
+        max_in_flight_tokens=max_in_flight_tokens,
+    )
+    num_encoder_tokens = 3 if CROSS in manager.groups else 0
+    assume(manager.fits_alone(num_tokens, num_encoder_tokens=num_encoder_tokens))
+    request = Request("a", range(num_tokens), HASHER)
+    while request.num_computed_tokens < num_tokens:
+        num_left = num_tokens - request.num_computed_tokens
+        num_new = data.draw(st.integers(1, min(num_left, max_in_flight_tokens)), "new tokens")
+        added = manager.allocate_slots(request, num_new, num_encoder_tokens=num_encoder_tokens)
+        assert added is not None
+        request.num_computed_tokens += num_new
+
+
+def test_what_is_longer_than_the_pool_does_not_fit_alone():
+    manager = KVCacheManager(BlockPool(5, True, BLOCK_SIZE))
+    assert manager.fits_alone(8)
+    assert not manager.fits_alone(9)

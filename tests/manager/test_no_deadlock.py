@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manager.example_scheduler import Scheduler, Sequence, StandIn, generate_without_blocks
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    FullAttentionSpec,
+    KVCacheManager,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionKind
 from kv_pool.manager.swap import BlockSwapper
@@ -44,9 +51,17 @@ class Counting:
 
 
 def make_scheduler(
-    num_blocks, rule, budget=512, watermark=0.0, num_host_blocks=2, *, with_bytes=False, whole_prompts=True
+    num_blocks,
+    rule,
+    budget=512,
+    watermark=0.0,
+    num_host_blocks=2,
+    *,
+    with_bytes=False,
+    whole_prompts=True,
+    **options,
 ):
-    manager = KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE), watermark=watermark)
+    manager = KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE), watermark=watermark, **options)
     swapper = BlockSwapper(manager, BlockPool(num_host_blocks + 1, True, BLOCK_SIZE, medium="CPU"))
     engine = StandIn(manager, num_host_blocks + 1) if with_bytes else Counting()
     return Scheduler(manager, swapper, engine, RULES[rule], budget, 8, whole_prompts)
@@ -77,7 +92,7 @@ def run(scheduler, requests, arrivals=None):
 
 def make_requests(shapes, priorities, *, shares_prompts):
     requests = []
-    for number, ((num_prompt, num_output), priority) in enumerate(zip(shapes, priorities, strict=True)):
+    for number, ((num_prompt, num_output), priority) in enumerate(zip(shapes, priorities, strict=False)):
         first = 0 if shares_prompts else 100 * number
         request = Sequence(f"r{number}", list(range(first, first + num_prompt)), HASHER, num_output, priority)
         request.arrival_ms = float(number)
@@ -142,6 +157,40 @@ def test_larger_mixes_end_with_the_right_tokens(data):
     run(scheduler, requests, arrivals)
     for request in requests:
         assert request.all_token_ids == generate_without_blocks(request)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_larger_mixes_end_with_several_groups(data):
+    groups = data.draw(
+        st.sampled_from(
+            [
+                [FullAttentionSpec(block_size=2), SlidingWindowSpec(block_size=2, sliding_window=3)],
+                [FullAttentionSpec(block_size=4), MambaSpec(block_size=2)],
+                [SlidingWindowSpec(block_size=2, sliding_window=6)],
+            ]
+        ),
+        "groups",
+    )
+    budget = data.draw(st.integers(1, 12), "budget")
+    scheduler = make_scheduler(
+        data.draw(st.integers(4, 16), "blocks"),
+        data.draw(st.sampled_from(list(RULES)), "rule"),
+        budget,
+        data.draw(st.sampled_from([0.0, 0.1, 0.5]), "watermark"),
+        data.draw(st.integers(1, 12), "host blocks"),
+        whole_prompts=data.draw(st.booleans(), "whole prompts"),
+        groups=groups,
+        max_in_flight_tokens=budget,
+    )
+    requests = make_requests(
+        data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6)),
+        [0] * 6,
+        shares_prompts=data.draw(st.booleans(), "common prefix"),
+    )
+    fitting = [request for request in requests if scheduler.manager.fits_alone(request.max_tokens)]
+    if fitting:
+        run(scheduler, fitting)
 
 
 def test_one_that_would_not_fit_alone_is_refused_on_arrival():

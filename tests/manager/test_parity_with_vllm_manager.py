@@ -14,10 +14,10 @@ Where they differ, so that the schedules stay clear of it:
   Mamba, the last state of a prompt. Here it stays evicted. The schedules evict free blocks only there.
 - `full_sequence_must_fit` with Mamba: vLLM counts one block of state, here it is the two that a step which
   begins a block needs, the one it reads and the one it writes.
-- Tokens loaded from elsewhere that end in mid-block, with local attention in chunks that end there, too: the
-  block is a new one there, and counts as loaded here. The tables are the same.
-- Mamba states: vLLM refuses a request that would hit a state cached in the same step; here a scheduler that
-  runs such requests in one step has to keep them apart. The schedules begin a step before each lookup.
+- Local attention in chunks that are no multiple of blocks: vLLM takes the chunk of the longest possible hit
+  for that of the hit, and hits prefixes of which blocks are missing. With blocks of 2, chunks of 11 and a
+  limit of 11 tokens it finds 10 without a block, though the next token attends to all of them. Here such a
+  prefix is no hit. Where a load ends in such a block, it counts as a new one there, as a loaded one here.
 """
 
 import pytest
