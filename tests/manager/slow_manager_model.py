@@ -168,12 +168,12 @@ def expect_allocation(
         num_entries.append(max(num_now, wanted))
     left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
     available = manager.get_num_free_blocks() - left
-    fits_later = num_held + reserved_blocks <= num_usable
-    fits_now = num_taken <= available + num_given_up - reserved_blocks
+    fits = num_taken <= available + num_given_up - reserved_blocks
+    fits_alone = num_held + reserved_blocks <= num_usable
     if full_sequence_must_fit:
-        fits_later = fits_later and num_full_held <= num_usable
-        fits_now = fits_now and num_full <= available
-    status = AllocStatus.OK if fits_now else AllocStatus.LATER if fits_later else AllocStatus.NEVER
+        fits = fits and num_full <= available
+        fits_alone = fits_alone and num_full_held <= num_usable
+    status = AllocStatus.OK if fits else AllocStatus.LATER if fits_alone else AllocStatus.NEVER
     waits = waits and status is AllocStatus.OK
     if waits:
         status = AllocStatus.LATER
