@@ -355,7 +355,7 @@ def test_sessions_do_not_pile_up_on_a_block_that_is_always_in_use():
     for number in range(20):
         bench.retention.keep_session(f"s{number}", Request("x", prompt(1, 2), HASHER), bench.clock.now + 1)
         bench.clock.now += 1
-    assert max(len(cover.claims) for cover in bench.retention._covers.values()) == 1
+    assert max(map(len, bench.retention._covers.by_claims)) == 1
 
 
 def test_kept_blocks_that_are_freed_once_more_are_refused():
@@ -449,5 +449,5 @@ def test_many_deadlines_of_blocks_gone_do_not_pile_up():
     bench = Bench(4)
     for number in range(500):
         bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
-    assert len(bench.retention._deadlines) < 80
-    assert len(bench.retention._covers) <= 4
+    assert len(bench.retention._deadlines.entries) < 80
+    assert bench.retention._covers.num_blocks <= 4
