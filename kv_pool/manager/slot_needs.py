@@ -185,7 +185,7 @@ class SlotNeeds:
             if block.ref_cnt == 0:
                 if not block.is_null:
                     num_free += 1
-            elif retention is not None and retention.holds(block):
+            elif retention is not None and block._retention_id > 0 and retention.holds(block):
                 num_free += 1
         return num_free
 

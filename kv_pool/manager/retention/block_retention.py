@@ -1,14 +1,15 @@
 """`BlockRetention`: which cached blocks are kept longer than others, until when, and which go first."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
+from mypy_extensions import i32
+
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.prefix_cache import evict_all
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.retention.claim import NEVER, PINNED, Claim, add_claim, is_pin, list_live
+from kv_pool.manager.retention.claim import NEVER, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
 from kv_pool.manager.retention.covers import Cover, Covers
 from kv_pool.manager.retention.deadlines import Deadlines
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, MAX_PRIORITY, RetentionDirective
@@ -17,8 +18,6 @@ from kv_pool.manager.retention.pins import Pins
 from kv_pool.manager.retention.retention_ids import RetentionIds, is_any_known
 from kv_pool.manager.retention.segments import cut_into_segments
 from kv_pool.manager.retention.sessions import Session, Sessions
-
-NO_CLAIMS: Final[tuple[Claim, ...]] = ()
 
 
 class BlockRetention:
@@ -238,7 +237,7 @@ class BlockRetention:
             new_claims: list[tuple[Claim, ...]] = []
             before: tuple[Claim, ...] = NO_CLAIMS
             after = claim.alone
-            last_id = 0
+            last_id: i32 = 0
             for block in blocks:
                 if block._retention_id != last_id:
                     last_id = block._retention_id
@@ -311,7 +310,7 @@ class BlockRetention:
             return
         self._apply_clock()
         cover: Cover | None = None
-        last_id = 0
+        last_id: i32 = 0
         last_batch: Batch | None = None
         num_taken = 0
         for block in listed:
@@ -342,8 +341,8 @@ class BlockRetention:
     def free_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
         """Free blocks of a request, its directives applied: those from place `first` on in its table.
 
-        Listed head first, freed tail first. Blocks that claims cover are kept when this was the last
-        reference.
+        Listed head first, freed tail first; the list is used up. Blocks that claims cover are kept when this
+        was the last reference.
         Raises:
             InvalidBlockError: as the pool does. Nothing has changed.
         """
@@ -351,18 +350,30 @@ class BlockRetention:
         ranges = self._directives.get(request_id)
         block_size = self._block_sizes[group_id]
         if ranges is None or block_size == 0:
-            tail_first = blocks[::-1]
-            if is_any_known(tail_first):
-                self._free_known(tail_first)
+            blocks.reverse()
+            if is_any_known(blocks):
+                self._free_known(blocks)
             else:
-                pool.free_blocks(tail_first)
+                pool.free_blocks(blocks)
             return
         to_pool: list[KVCacheBlock] = []
         void: list[KVCacheBlock] = []
         shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
         stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
         segments = cut_into_segments(ranges, first, len(blocks), block_size)
-        for low, high, claims in reversed(segments):
+        num_left = len(segments)
+        if segments and not segments[-1][2]:
+            # Mostly a prompt's head is covered and nothing is known of the rest: not one more copy of that.
+            head = blocks[: segments[-1][0]]
+            del blocks[: len(head)]
+            if is_any_known(blocks):
+                blocks[:0] = head
+            else:
+                blocks.reverse()
+                to_pool = blocks
+                blocks = head
+                num_left -= 1
+        for low, high, claims in segments[:num_left][::-1]:
             tail = blocks[low:high]
             tail.reverse()
             if not claims and not is_any_known(tail):
@@ -370,7 +381,7 @@ class BlockRetention:
                 continue
             stretch: list[KVCacheBlock] = []
             stretch_claims = claims
-            last_id = 0
+            last_id: i32 = 0
             known_claims = claims  # of blocks with that number, ours included
             adds_some = False
             for block in tail:
@@ -471,7 +482,7 @@ class BlockRetention:
                 self._drop_cover(block)
         stretch: list[KVCacheBlock] = []
         claims: tuple[Claim, ...] = NO_CLAIMS
-        last_id = 0
+        last_id: i32 = 0
         for block in to_keep:
             if block._retention_id != last_id:
                 if stretch:
@@ -486,8 +497,8 @@ class BlockRetention:
     def make_room(self, num_blocks: int) -> None:
         """`pool.get_new_blocks(num_blocks)` is next: let it get those that are worth least.
 
-        Kept blocks that are among them are evicted here, and free at the front of the queue. Hits that shall
-        not be among them have been touched before. When `num_blocks` are not to be had, nothing changes.
+        Kept blocks that are among them are free afterwards, at the front of the queue. Hits that shall not be
+        among them have been touched before. When `num_blocks` are not to be had, nothing changes.
         Cost: O(num_blocks).
         """
         if self._kept.num_blocks == 0:
@@ -514,7 +525,14 @@ class BlockRetention:
         victims = self._kept.take_victims(num_wanted, DEFAULT_PRIORITY)
         if num_blocks > num_free + len(victims):
             victims += self._kept.take_victims(num_blocks - num_free - len(victims), PINNED)
-        self._release(victims)
+        if not victims:
+            return
+        if isinstance(self.block_pool, RunBlockPool):  # it does not take from the front if it need not
+            self._release(victims)
+            return
+        for block in victims:
+            block.ref_cnt = 0
+        queue.prepend_n(victims)
 
     def reclaim(self, num_blocks: int) -> int:
         """Give so many kept blocks back to the pool, evicted, at the front of its queue.
@@ -635,18 +653,22 @@ class BlockRetention:
         fresh: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
         plain: list[KVCacheBlock] = []
         cover: Cover | None = None
+        last_claims: tuple[Claim, ...] = NO_CLAIMS
         number = self._last_number
         for index in range(len(blocks) - 1, -1, -1):
             block = blocks[index]
             claims = new_claims[index]
-            batch = kept.find_batch(block)
+            batch = kept.find_batch(block) if block._retention_id > 0 else None
             if batch is not None:
                 broken_up[batch] = None
                 changed[block] = claims
                 if not claims:
                     plain.append(block)
             elif claims and block.ref_cnt > 0:
-                cover = self._cover(block, claims, cover)
+                if claims is not last_claims or self._pins.blocks:
+                    self._pins.note(block, claims)
+                    last_claims = claims
+                cover = self._covers.put(block, claims, cover)
             else:
                 self._drop_cover(block)
                 if claims:
@@ -704,29 +726,23 @@ class BlockRetention:
         """These blocks, in this order, became free now; their last reference is ours."""
         self._apply_clock()
         now = self._clock()
-        for block in blocks:
-            if block._retention_id != 0:
-                self._drop_cover(block)
         live = list_live(claims, now, now)
+        self._covers.drop_stretch(blocks)
+        if is_pin(live):
+            self._pins.blocks.update(blocks)
+        elif self._pins.blocks:
+            self._pins.blocks.difference_update(blocks)
         if not live:  # their sessions ended while they were in use
             self.block_pool.free_blocks(blocks)
             return
-        if is_pin(live):
-            self._pins.blocks.update(blocks)
         batch = Batch(blocks, live, now, self._last_number + 1)
         self._last_number += len(blocks)
         self._kept.add(batch)
 
     def _release(self, victims: list[KVCacheBlock]) -> None:
         """Evict them, so that the pool puts them to the front of its queue, whatever kind of pool it is."""
-        if not victims:
-            return
-        pool = self.block_pool
-        if pool.metrics_collector is None:
-            evict_all(pool, victims)
-        else:
-            pool.evict_blocks([block.block_id for block in victims])
-        pool.free_blocks(victims)
+        self.block_pool.evict_blocks([block.block_id for block in victims])
+        self.block_pool.free_blocks(victims)
 
     def _apply_clock(self) -> None:
         """Let everything that is over by now be over, one after the other. O(1) if nothing is."""

@@ -31,6 +31,9 @@ class Claim:
         return self.until if self.is_session else freed_at + self.duration_s
 
 
+NO_CLAIMS: Final[tuple[Claim, ...]] = ()
+
+
 def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
     """These claims and one more, without those of directives that another outlives and outranks.
 

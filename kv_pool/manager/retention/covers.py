@@ -1,5 +1,7 @@
 """`Covers`: the claims on blocks in use, remembered for when they become free."""
 
+from mypy_extensions import i32
+
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.retention.claim import Claim
 from kv_pool.manager.retention.retention_ids import RetentionIds
@@ -60,8 +62,30 @@ class Covers:
         cover = self._ids.find(block)
         assert isinstance(cover, Cover)
         block._retention_id = 0
-        self.num_blocks -= 1
-        cover.num_blocks -= 1
+        self._drop_count(cover, 1)
+
+    def drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
+        """Nothing is known any more of these blocks, of which none is kept."""
+        last_id: i32 = 0
+        cover: Cover | None = None
+        num_blocks = 0
+        for block in blocks:
+            if block._retention_id == 0:
+                continue
+            if block._retention_id != last_id:
+                if cover is not None:
+                    self._drop_count(cover, num_blocks)
+                last_id = block._retention_id
+                cover = self._ids.find(block)
+                num_blocks = 0
+            num_blocks += 1
+            block._retention_id = 0
+        if cover is not None:
+            self._drop_count(cover, num_blocks)
+
+    def _drop_count(self, cover: Cover, num_blocks: int) -> None:
+        self.num_blocks -= num_blocks
+        cover.num_blocks -= num_blocks
         if cover.num_blocks == 0:
             del self.by_claims[cover.claims]
             self._ids.remove(cover.retention_id)

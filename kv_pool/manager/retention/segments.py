@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from kv_pool.manager.retention.claim import Claim, add_claim
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim
 
 
 def cut_into_segments(
@@ -13,6 +13,19 @@ def cut_into_segments(
     Returns:
         (low, high, claims), in order and without gaps, counted from `first`.
     """
+    segments: list[tuple[int, int, tuple[Claim, ...]]] = []
+    if len(ranges) == 1:  # as most have it
+        start, end, claim = ranges[0]
+        low = min(num_blocks, max(0, start // block_size - first))
+        high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
+        high = max(low, high)
+        if low > 0:
+            segments.append((0, low, NO_CLAIMS))
+        if high > low:
+            segments.append((low, high, claim.alone))
+        if num_blocks > high:
+            segments.append((high, num_blocks, NO_CLAIMS))
+        return segments
     stretches: list[tuple[int, int, Claim]] = []
     cuts = {0, num_blocks}
     for start, end, claim in ranges:
@@ -23,9 +36,8 @@ def cut_into_segments(
             cuts.add(low)
             cuts.add(high)
     in_order = sorted(cuts)
-    segments: list[tuple[int, int, tuple[Claim, ...]]] = []
     for low, high in pairwise(in_order):
-        claims: tuple[Claim, ...] = ()
+        claims = NO_CLAIMS
         for start_block, end_block, claim in stretches:
             if start_block <= low < end_block:
                 claims = add_claim(claims, claim)
