@@ -26,13 +26,13 @@ LANES = (NONE, IDLE, PROMPT, SESSIONS, ALL)
 
 
 class Lane:
-    """One manager under a scheduler that admits, decodes and frees; its time goes to `elapsed_ns`."""
+    """One manager under a scheduler that admits, decodes and frees; each batch's time goes to `batch_ns`."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
         self.options = options
         self.steps = 0
-        self.elapsed_ns = 0
+        self.batch_ns: list[int] = []
         self.num_hit_tokens = 0
         pool = kv_pool.BlockPool(options.blocks, True, options.block_size)
         self.retention: BlockRetention | None = None
@@ -55,7 +55,7 @@ class Lane:
         start = time.perf_counter_ns()
         while self.waiting:
             self.step()
-        self.elapsed_ns += time.perf_counter_ns() - start
+        self.batch_ns.append(time.perf_counter_ns() - start)
 
     def step(self) -> None:
         self.steps += 1
@@ -111,15 +111,20 @@ def replay_once(options: argparse.Namespace, shift: int) -> list[Lane]:
     """All lanes over the same requests, a batch each in turn."""
     lanes = [Lane(name, options) for name in LANES]
     order = lanes[shift:] + lanes[:shift]
-    batches = [make_batches(options) for _ in lanes]
-    for turn in range(len(batches[0])):
-        for lane, theirs in zip(order if turn % 2 else order[::-1], batches, strict=True):
-            del theirs
+    batches = {lane.name: make_batches(options) for lane in lanes}
+    for turn in range(len(batches[NONE])):
+        for lane in order if turn % 2 else order[::-1]:
             gc.collect()
             gc.disable()
-            lane.serve(batches[lanes.index(lane)][turn])
+            lane.serve(batches[lane.name][turn])
             gc.enable()
     return lanes
+
+
+def sum_of_medians(replays: list[list[Lane]], index: int) -> float:
+    """Of each batch's time the median over the runs; of all batches together, ns."""
+    by_batch = zip(*[lanes[index].batch_ns for lanes in replays], strict=True)
+    return float(sum(statistics.median(times) for times in by_batch))
 
 
 def main() -> None:
@@ -133,7 +138,7 @@ def main() -> None:
     parser.add_argument("--system-tokens", type=int, default=1024, help="tokens of a system prompt")
     parser.add_argument("--duration", type=int, default=2_000, help="steps that sessions and durations last")
     parser.add_argument("--batch", type=int, default=100, help="requests that one manager gets at a time")
-    parser.add_argument("--runs", type=int, default=5, help="replays of the whole; the median counts")
+    parser.add_argument("--runs", type=int, default=5, help="replays of the whole; medians count")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
     options = parser.parse_args()
     replays = [replay_once(options, run % len(LANES)) for run in range(options.runs)]
@@ -146,15 +151,19 @@ def main() -> None:
     print(f"{'':32}{'µs/request':>12}{'beside none':>13}{'p10':>8}{'p90':>8}{'tokens hit':>14}")
     rows = []
     for index, name in enumerate(LANES):
-        times = [lanes[index].elapsed_ns / options.requests / 1e3 for lanes in replays]
-        ratios = sorted(lanes[index].elapsed_ns / lanes[0].elapsed_ns for lanes in replays)
-        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-        ratio = statistics.median(ratios)
-        num_hit_tokens = replays[0][index].num_hit_tokens
-        print(
-            f"{name:32}{statistics.median(times):>12.1f}{ratio:>13.3f}{low:>8.3f}{high:>8.3f}{num_hit_tokens:>14,}"
+        us_per_request = sum_of_medians(replays, index) / options.requests / 1e3
+        ratio = sum_of_medians(replays, index) / sum_of_medians(replays, 0)
+        ratios = sorted(
+            ours / none
+            for lanes in replays
+            for ours, none in zip(lanes[index].batch_ns, lanes[0].batch_ns, strict=True)
         )
-        rows.append({"name": name, "us_per_request": times, "ratios": ratios, "tokens_hit": num_hit_tokens})
+        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+        num_hit_tokens = replays[0][index].num_hit_tokens
+        print(f"{name:32}{us_per_request:>12.1f}{ratio:>13.3f}{low:>8.3f}{high:>8.3f}{num_hit_tokens:>14,}")
+        batch_ns = [lanes[index].batch_ns for lanes in replays]
+        row = {"name": name, "us_per_request": us_per_request, "beside_none": ratio, "batch_ns": batch_ns}
+        rows.append({**row, "tokens_hit": num_hit_tokens})
     if options.json:
         shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
         answer = {"provenance": provenance, "options": shown, "rows": rows}

@@ -45,6 +45,7 @@ class KVCacheBlock:
         "_next_cached_id",
         "_num_hash_tokens",
         "_owner",
+        "_retention_id",
         "block_id",
         "is_null",
         "next_free_block",
@@ -77,6 +78,9 @@ class KVCacheBlock:
         self.prev_free_block: KVCacheBlock | None = prev_free_block
         self.next_free_block: KVCacheBlock | None = next_free_block
         self.is_null: bool = is_null
+        # Written by a retention: under which number it knows the block, 0 if it does not. A hash given to the
+        # block since then makes the number negative: what was said of the block's content is void.
+        self._retention_id: i32 = 0
         # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
         self._owner: Any = None if pool is None else ref(pool)
 
@@ -114,6 +118,8 @@ class KVCacheBlock:
         self._block_hash = block_hash
         self._num_hash_tokens = -1 if num_tokens is None else num_tokens
         self._next_cached_id = -1
+        if self._retention_id > 0:
+            self._retention_id = -self._retention_id
 
     def reset_hash(self) -> None:
         """Forget hash and token count. The prefix map is not told; `BlockPool` does both together."""

@@ -58,6 +58,7 @@ class BlockPoolCore(PrefixCache):
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self._has_retention: bool = False  # blocks have room for what one says of them
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
 

@@ -555,6 +555,8 @@ def add_keys(
             cache.insert(key, block)
         block._block_hash = key
         block._num_hash_tokens = num_tokens
+        if block._retention_id > 0:
+            block._retention_id = -block._retention_id
         if block._owner is owner:
             if before._next_cached_id >= 0:
                 before._next_cached_id = block.block_id

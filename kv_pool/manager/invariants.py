@@ -15,7 +15,7 @@ Tables and copies
 
 Retention
     R1  b is kept  =>  b.ref_cnt == 1, b is not in the free queue, and it carries a hash
-    R2  claims on b are remembered, and it carries the hash they were made for  =>  b.ref_cnt > 0, not kept
+    R2  claims on b are remembered and not void, and it carries a hash  =>  b.ref_cnt > 0
     R3  every kept block is listed once in its batch, not before `first`; a batch counts its kept blocks
     R4  a batch is in the bucket of its strength: the strongest of its claims, EXPIRED without any
     R5  |kept| == num_kept + num_pinned;  a block is in the set of pinned ones  <=>  a claim on it is a pin
@@ -23,6 +23,8 @@ Retention
     R7  in a bucket that counts as sorted the numbers of blocks rise, from batch to batch as within one
     R8  what ends, batch or session, has an entry among the deadlines, and that is not before the clock's time
     R9  no more sessions than max_sessions
+    R10 a number on a block is that of a batch, or (negative: void) of a cover;  |blocks with its number| is
+        what a cover counts;  sets of claims and covers are one to one, and none is empty
 
 Leases
     L1  b.ref_cnt >= number of leases that hold b
@@ -59,7 +61,10 @@ from kv_pool.manager.kv_cache_spec import (
 )
 from kv_pool.manager.leases import BlockLeases, LeaseKind, LeaseState
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.retention import EXPIRED, NEVER, PINNED, BlockRetention, is_pin
+from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.retention.claim import EXPIRED, NEVER, PINNED, is_pin
+from kv_pool.manager.retention.covers import Cover
+from kv_pool.manager.retention.kept_blocks import Batch
 
 # ---- tables --------------------------------------------------------------------------------------
 
@@ -254,71 +259,100 @@ def check_writes(manager: KVCacheManager, scheduled: Iterable[tuple[SchedulableR
 
 
 def check_retention(retention: BlockRetention) -> None:
-    """R1 to R9. O(kept blocks, blocks with claims, sessions). Raises CorruptedPoolError."""
+    """R1 to R10. O(blocks of the pool, sessions). Raises CorruptedPoolError."""
     num_kept = retention.num_kept  # looks at the clock
-    for block, batch in retention._kept.items():
+    kept: dict[KVCacheBlock, Batch] = {}
+    covers: dict[KVCacheBlock, Cover] = {}
+    for block in retention.block_pool.blocks:
+        if block._retention_id == 0:
+            continue
+        thing = retention._ids.find(block)
+        if isinstance(thing, Batch) and block._retention_id > 0:
+            kept[block] = thing
+        elif isinstance(thing, Cover):
+            covers[block] = thing
+        else:
+            raise CorruptedPoolError(
+                f"R10: block {block.block_id} has number {block._retention_id}, which is {thing!r}'s"
+            )
+    for block, batch in kept.items():
         if block.ref_cnt != 1 or block.next_free_block is not None or block.block_hash is None:
             raise CorruptedPoolError(f"R1: {block!r} is kept")
         if batch.blocks[batch.first :].count(block) != 1:
             raise CorruptedPoolError(f"R3: block {block.block_id} is not listed once in its batch")
-    for block, cover in retention._covers.items():
-        if block in retention._kept or (cover.key is block.block_hash and block.ref_cnt < 1):
-            raise CorruptedPoolError(f"R2: block {block.block_id} has remembered claims and is free, or kept")
+    for block, cover in covers.items():
+        if block._retention_id > 0 and block.block_hash is not None and block.ref_cnt < 1:
+            raise CorruptedPoolError(f"R2: block {block.block_id} has remembered claims and is free")
         if not cover.claims:
             raise CorruptedPoolError(f"R2: block {block.block_id} is remembered without claims")
-    _check_buckets(retention)
-    num_pinned = sum(batch.strength == PINNED for batch in retention._kept.values())
-    if len(retention._kept) != num_kept + retention.num_pinned or num_pinned != retention.num_pinned:
+    _check_covers(retention, Counter(covers.values()))
+    _check_buckets(retention, kept)
+    num_pinned = sum(batch.strength == PINNED for batch in kept.values())
+    if len(kept) != num_kept + retention.num_pinned or num_pinned != retention.num_pinned:
         raise CorruptedPoolError(
-            f"R5: {len(retention._kept)} kept, {num_pinned} of them pinned; counted {num_kept} and "
+            f"R5: {len(kept)} kept, {num_pinned} of them pinned; counted {num_kept} and "
             f"{retention.num_pinned}"
         )
-    pinned = {block for block, batch in retention._kept.items() if is_pin(batch.claims)}
-    pinned |= {block for block, cover in retention._covers.items() if is_pin(cover.claims)}
-    if pinned != retention._pinned:
-        raise CorruptedPoolError(f"R5: {len(pinned)} blocks are pinned, {len(retention._pinned)} counted")
-    num_promised = sum(len(promised) for promised in retention._promised_pins.values())
-    if num_promised != retention._num_promised_pins:
-        raise CorruptedPoolError(f"R6: {num_promised} promised pins, counted {retention._num_promised_pins}")
+    pins = retention._pins
+    pinned = {block for block, batch in kept.items() if is_pin(batch.claims)}
+    pinned |= {block for block, cover in covers.items() if is_pin(cover.claims)}
+    if pinned != pins.blocks:
+        raise CorruptedPoolError(f"R5: {len(pinned)} blocks are pinned, {len(pins.blocks)} counted")
+    num_promised = sum(len(promised) for promised in pins.promised.values())
+    if num_promised != pins.num_promised:
+        raise CorruptedPoolError(f"R6: {num_promised} promised pins, counted {pins.num_promised}")
     if retention.num_pins > retention.max_pinned_blocks:
         raise CorruptedPoolError(f"R6: {retention.num_pins} pins of {retention.max_pinned_blocks}")
     _check_deadlines(retention)
-    if len(retention._sessions) > retention.max_sessions:
-        raise CorruptedPoolError(f"R9: {len(retention._sessions)} sessions of {retention.max_sessions}")
+    if len(retention._sessions.by_id) > retention.max_sessions:
+        raise CorruptedPoolError(f"R9: {retention.num_sessions} sessions of {retention.max_sessions}")
 
 
-def _check_buckets(retention: BlockRetention) -> None:
+def _check_covers(retention: BlockRetention, counted: Counter[Cover]) -> None:
+    """R10."""
+    known = retention._covers
+    if set(counted) != set(known.by_claims.values()) or known.num_blocks != counted.total():
+        raise CorruptedPoolError(f"R10: {counted.total()} blocks are covered, {known.num_blocks} counted")
+    for cover, num_blocks in counted.items():
+        if cover.num_blocks != num_blocks or known.by_claims[cover.claims] is not cover:
+            raise CorruptedPoolError(f"R10: a cover of {num_blocks} blocks counts {cover.num_blocks}")
+
+
+def _check_buckets(retention: BlockRetention, kept: dict[KVCacheBlock, Batch]) -> None:
     """R3, R4, R7."""
     num_kept = 0
-    for strength, bucket in retention._buckets.items():
+    for strength, bucket in retention._kept.buckets.items():
         last_number = 0
         for batch in bucket:
-            kept = [block for block in batch.blocks if retention._kept.get(block) is batch]
-            if len(kept) != batch.num_kept or not kept:
-                raise CorruptedPoolError(f"R3: a batch counts {batch.num_kept} blocks and has {len(kept)}")
-            num_kept += len(kept)
+            theirs = [block for block in batch.blocks if kept.get(block) is batch]
+            if len(theirs) != batch.num_kept or not theirs:
+                raise CorruptedPoolError(f"R3: a batch counts {batch.num_kept} blocks and has {len(theirs)}")
+            num_kept += len(theirs)
             strongest = max((claim.strength for claim in batch.claims), default=EXPIRED)
             if not strongest == strength == batch.strength:
                 raise CorruptedPoolError(f"R4: a batch of {strongest} is in the bucket of {strength}")
-            if strength == EXPIRED or strength in retention._unsorted:
+            if strength == EXPIRED or strength in retention._kept.unsorted:
                 continue
             if batch.number <= last_number:
                 raise CorruptedPoolError(
                     f"R7: the bucket of {strength} has number {batch.number} behind {last_number}"
                 )
             last_number = batch.number + len(batch.blocks) - 1
-    if num_kept != len(retention._kept):
-        raise CorruptedPoolError(f"R3: {len(retention._kept)} blocks are kept, {num_kept} are in buckets")
+    if not num_kept == len(kept) == retention.num_held:
+        raise CorruptedPoolError(
+            f"R3: {len(kept)} blocks are kept, {num_kept} in buckets, {retention.num_held} counted"
+        )
 
 
 def _check_deadlines(retention: BlockRetention) -> None:
     """R8."""
-    entries = {(time, id(thing)) for time, _, _, thing in retention._deadlines}
+    entries = {(entry[0], id(entry[3])) for entry in retention._deadlines.entries}
     now = retention._clock()
-    for session in retention._sessions.values():
-        if session.claim.until <= now or (session.claim.until, id(session)) not in entries:
+    for session in retention._sessions.by_id.values():
+        ends_at = session.changes_at
+        if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
             raise CorruptedPoolError(f"R8: nothing ends session {session.session_id!r}")
-    for bucket in retention._buckets.values():
+    for bucket in retention._kept.buckets.values():
         for batch in bucket:
             ends = [claim.find_end(batch.freed_at) for claim in batch.claims]
             if min(ends, default=NEVER) != batch.changes_at or batch.changes_at <= now:

@@ -24,7 +24,7 @@ from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.request_checks import as_count, check_block_size, check_bound, check_prefix
-from kv_pool.manager.retention import BlockRetention
+from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
 
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, StaleLeaseError
-from kv_pool.manager.retention import BlockRetention
+from kv_pool.manager.retention.block_retention import BlockRetention
 
 
 class LeaseKind(Enum):

@@ -8,7 +8,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
-from kv_pool.manager.retention import BlockRetention
+from kv_pool.manager.retention.block_retention import BlockRetention
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -203,7 +203,7 @@ class SlotNeeds:
             if block.ref_cnt == 0:
                 if not block.is_null:
                     num_free += 1
-            elif retention is not None and retention.holds(block):
+            elif retention is not None and block._retention_id > 0 and retention.holds(block):
                 num_free += 1
         return num_free
 

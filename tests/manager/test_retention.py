@@ -355,7 +355,7 @@ def test_sessions_do_not_pile_up_on_a_block_that_is_always_in_use():
     for number in range(20):
         bench.retention.keep_session(f"s{number}", Request("x", prompt(1, 2), HASHER), bench.clock.now + 1)
         bench.clock.now += 1
-    assert max(len(cover.claims) for cover in bench.retention._covers.values()) == 1
+    assert max(map(len, bench.retention._covers.by_claims)) == 1
 
 
 def test_kept_blocks_that_are_freed_once_more_are_refused():
@@ -437,6 +437,43 @@ def test_a_retention_belongs_to_its_managers_pool():
         BlockRetention(BlockPool(4, True, 4), Clock(), -1)
 
 
+def test_a_pool_has_one_retention_since_its_blocks_have_room_for_one():
+    bench = Bench(4)
+    with pytest.raises(InvalidArgumentError, match="has a retention already"):
+        BlockRetention(bench.pool, bench.clock)
+
+
+def test_what_was_said_of_a_block_is_void_when_it_gets_another_hash_behind_the_retentions_back():
+    bench = Bench(4, max_pinned_blocks=2)
+    shared = bench.start("a", prompt(1, 1))
+    bench.run("b", [*prompt(1, 1), 0], RetentionDirective(0, 4, pin=True))
+    assert bench.retention.num_pins == 1
+    bench.pool.evict_blocks([1])
+    (block,) = bench.manager.get_table("a").blocks
+    bench.pool.cache_full_blocks(shared, [block], 0, 1, 4, 0)
+    bench.check()
+    bench.manager.free(shared)
+    assert state(bench.pool) == "free: 2 3 4 1*"
+    assert bench.retention.num_pins == 0
+    assert not bench.retention.is_active
+
+
+def test_a_table_with_several_kinds_of_claims_is_kept_by_what_each_block_has():
+    bench = Bench(8)
+    bench.run("a", prompt(1, 2), RetentionDirective(priority=90))
+    both = bench.start("b", [*prompt(1, 2), *[7] * 8], RetentionDirective(4, 12, priority=60, duration_s=5))
+    bench.retention.keep_session("chat", both, until=110, priority=40)
+    bench.check()
+    bench.manager.free(both)
+    bench.check()
+    assert state(bench.pool) == "free: 5 6 7 8 | in use: 1* 2* 3* 4*"
+    victims = []
+    while bench.retention.reclaim(1):
+        victims.append(bench.pool.free_block_queue.get_all_free_blocks()[0].block_id)
+        bench.check()
+    assert victims == [4, 3, 2, 1]
+
+
 def test_without_directives_the_retention_is_never_called():
     bench = Bench(6)
     request = bench.start("a", prompt(1, 2))
@@ -449,5 +486,5 @@ def test_many_deadlines_of_blocks_gone_do_not_pile_up():
     bench = Bench(4)
     for number in range(500):
         bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
-    assert len(bench.retention._deadlines) < 80
-    assert len(bench.retention._covers) <= 4
+    assert len(bench.retention._deadlines.entries) < 80
+    assert bench.retention._covers.num_blocks <= 4

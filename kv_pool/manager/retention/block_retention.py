@@ -1,0 +1,787 @@
+"""`BlockRetention`: which cached blocks are kept longer than others, until when, and which go first."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mypy_extensions import i32
+
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.retention.claim import NEVER, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
+from kv_pool.manager.retention.covers import Cover, Covers
+from kv_pool.manager.retention.deadlines import Deadlines
+from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, MAX_PRIORITY, RetentionDirective
+from kv_pool.manager.retention.kept_blocks import Batch, KeptBlocks
+from kv_pool.manager.retention.pins import Pins
+from kv_pool.manager.retention.retention_ids import RetentionIds, is_any_known
+from kv_pool.manager.retention.segments import cut_into_segments
+from kv_pool.manager.retention.sessions import Session, Sessions
+
+
+class BlockRetention:
+    """Keeps free cached blocks that directives, pins or sessions cover, in the order of what they are worth.
+
+        >>> from kv_pool import BlockPool
+        >>> from kv_pool.manager.retention.block_retention import BlockRetention
+        >>> from kv_pool.manager.retention.directive import RetentionDirective
+        >>> pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=4)
+        >>> retention = BlockRetention(pool, clock=lambda: 0.0, max_pinned_blocks=2)
+        >>> retention.set_directives("chat", [RetentionDirective(0, 8, priority=90)])
+        >>> retention.is_active, retention.num_kept
+        (True, 0)
+
+    Give it to the manager (`KVCacheManager(pool, retention=retention)`), which calls what is listed under
+    "for the manager"; the scheduler calls the rest. A covered block that nobody uses any more does not go to
+    the pool's free queue; the retention holds the last reference and counts it in `num_kept`, and gives it up
+    when blocks are needed. Of all free blocks these go first:
+
+        1  free blocks without content, at the front of the free queue
+        2  those whose time is up, in the order in which it ran out
+        3  those with a priority below 35, lowest first
+        4  those without a directive, in the order of the free queue
+        5  those with a priority of 35 and above, lowest first; pinned ones never
+
+    Within 2, 3 and 5, of equal ones the least recently freed.
+
+    Args:
+        block_pool: the manager's pool; it can have one retention.
+        clock: the time in seconds, never falling. Whoever replays a trace passes a virtual one.
+        max_pinned_blocks: how many blocks may be pinned, free or in use, those included that requests still
+            running may yet pin.
+        max_sessions: how many sessions are kept at most; one more ends the one that would have ended first.
+
+    What it remembers is bounded by the number of blocks, sessions and of requests with directives that hold
+    blocks or wait. As the pool, it belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPoolCore,
+        clock: Callable[[], float],
+        max_pinned_blocks: int = 0,
+        max_sessions: int = 10_000,
+    ) -> None:
+        if max_pinned_blocks < 0 or max_sessions < 1:
+            raise InvalidArgumentError(
+                f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
+                "blocks, 0 or more, and sessions, 1 or more"
+            )
+        if block_pool._has_retention:
+            raise InvalidArgumentError("the pool has a retention already; several managers share that one")
+        block_pool._has_retention = True
+        self.block_pool: BlockPoolCore = block_pool
+        self._clock: Callable[[], float] = clock
+        self._block_sizes: tuple[int, ...] = (block_pool.hash_block_size,)
+        # Per request that holds blocks or waits: (start, end, claim).
+        self._directives: dict[str, list[tuple[int, int | None, Claim]]] = {}
+        self._ids: RetentionIds = RetentionIds()
+        self._deadlines: Deadlines = Deadlines()
+        self._covers: Covers = Covers(self._ids)
+        self._kept: KeptBlocks = KeptBlocks(self._ids, self._deadlines)
+        self._pins: Pins = Pins(max_pinned_blocks)
+        self._sessions: Sessions = Sessions(max_sessions)
+        self._last_number: int = 0
+        self._claims: dict[tuple[int, float], Claim] = {}
+
+    # ---- what a scheduler says and asks ------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Is there anything to do? While not, the manager calls the pool directly."""
+        return (
+            self._kept.num_blocks > 0
+            or self._covers.num_blocks > 0
+            or len(self._directives) > 0
+            or len(self._sessions.by_id) > 0
+        )
+
+    @property
+    def num_kept(self) -> int:
+        """Kept blocks that can be had for the asking: free, as everyone but the pool sees it. O(1)."""
+        kept = self._kept
+        if kept.num_pinned:  # time passing changes the number only where pins end
+            self._apply_clock()
+        return kept.num_blocks - kept.num_pinned
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned blocks that nobody uses: neither in use nor to be had. O(1)."""
+        self._apply_clock()
+        return self._kept.num_pinned
+
+    @property
+    def num_held(self) -> int:
+        """All blocks whose only reference is the retention's: `num_kept + num_pinned`. O(1)."""
+        return self._kept.num_blocks
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """How many pins there may be."""
+        return self._pins.max_pinned_blocks
+
+    @property
+    def num_pins(self) -> int:
+        """What counts against `max_pinned_blocks`: pinned blocks, free or in use, and promised ones."""
+        self._apply_clock()
+        return self._pins.count()
+
+    @property
+    def max_sessions(self) -> int:
+        """How many sessions are kept at most."""
+        return self._sessions.max_sessions
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are kept."""
+        self._apply_clock()
+        return len(self._sessions.by_id)
+
+    def set_directives(self, request_id: str, directives: Sequence[RetentionDirective]) -> None:
+        """From now on these, and no others, say what the blocks of this request will be worth.
+
+        Any time before the request is freed, also before it is scheduled. They are applied to its cached
+        blocks when it gives them back, and forgotten then; a request that was preempted needs them again.
+        Empty: none (also for a request that was given up before it had blocks). For blocks of requests that
+        are gone there is `change_directives`.
+
+        Raises:
+            PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
+                changed.
+        """
+        self._apply_clock()
+        ranges: list[tuple[int, int | None, Claim]] = []
+        pins: set[tuple[int, int]] = set()
+        for directive in directives:
+            if directive.is_none:
+                continue
+            ranges.append((directive.start, directive.end, self._make_claim(directive)))
+            if directive.pin and directive.end is not None:
+                for group_id, block_size in enumerate(self._block_sizes):
+                    if block_size == 0:
+                        continue
+                    end = -(-directive.end // block_size)
+                    pins.update((group_id, index) for index in range(directive.start // block_size, end))
+        if pins:
+            self._check_pins(len(pins), self._pins.count_promised(request_id))
+        self.forget_request(request_id)
+        if ranges:
+            self._directives[request_id] = ranges
+        if pins:
+            self._pins.promise(request_id, pins)
+
+    def change_directives(self, request: SchedulableRequest, directives: Sequence[RetentionDirective]) -> int:
+        """Change what the cached blocks of this prefix are worth, whoever left them there.
+
+        For blocks that are free and kept, or free and not kept yet, as for those in use. On each cached block
+        in the ranges, the directives in force are replaced by these; sessions stay. To take directives off,
+        pass one that says nothing: `RetentionDirective(0, 1000)`. Durations of free blocks count from this
+        call.
+
+        Args:
+            request: its hashes find the blocks; it need not hold any.
+        Returns:
+            How many blocks were found.
+        Raises:
+            PinLimitError: more than `max_pinned_blocks` blocks would be pinned. Nothing has changed.
+        Cost: O(blocks in the ranges).
+        """
+        self._apply_clock()
+        ranges = [(one.start, one.end, self._make_claim(one), one.is_none) for one in directives]
+        changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
+        for group_id, block_size in enumerate(self._block_sizes):
+            for start, end, claim, is_none in ranges:
+                for block in self._find_cached(request, group_id, block_size, start, end):
+                    claims = changes.get(block)
+                    if claims is None:
+                        claims = tuple(old for old in self._get_claims(block) if old.is_session)
+                    changes[block] = claims if is_none else add_claim(claims, claim)
+        is_pinned = [is_pin(self._get_claims(block)) for block in changes]
+        will_be = [is_pin(claims) for claims in changes.values()]
+        if any(will_be):
+            self._check_pins(sum(will_be), sum(is_pinned))
+        self._set_claims(list(changes), list(changes.values()), True)
+        return len(changes)
+
+    def keep_session(
+        self, session_id: str, request: SchedulableRequest, until: float, priority: int = MAX_PRIORITY
+    ) -> int:
+        """Keep the cached blocks of this request for the next turn of its conversation.
+
+        Just before or after the request is freed; again for the same session: the old hold ends. The hold
+        ends by itself when a request whose `session_id` is this one took its hits, see `note_admitted`.
+
+        Args:
+            until: a time of the clock. From then on the blocks that nothing else keeps go first.
+        Returns:
+            How many blocks were found.
+        Raises:
+            InvalidArgumentError: `until` is not in the future, or no such priority. Nothing has changed.
+        Cost: O(blocks of the request).
+        """
+        now = self._clock()
+        self._apply_clock()
+        if not now < until < NEVER:
+            raise InvalidArgumentError(f"a session can not be kept until {until}: it is {now} now")
+        if not 0 <= priority <= MAX_PRIORITY:
+            raise InvalidArgumentError(f"the priority is {priority}; it goes from 0 to {MAX_PRIORITY}")
+        blocks: list[KVCacheBlock] = []
+        for group_id, block_size in enumerate(self._block_sizes):
+            blocks += self._find_cached(request, group_id, block_size, 0, None)
+        if self.block_pool.cached_block_hashes_by_block:  # one may be found under several keys
+            blocks = list(dict.fromkeys(blocks))
+        session = Session(session_id, until, priority, blocks)
+        if blocks:
+            claim = session.claim
+            new_claims: list[tuple[Claim, ...]] = []
+            before: tuple[Claim, ...] = NO_CLAIMS
+            after = claim.alone
+            last_id: i32 = 0
+            for block in blocks:
+                if block._retention_id != last_id:
+                    last_id = block._retention_id
+                    claims = self._get_claims(block)
+                    if claims is not before:
+                        before = claims
+                        left = [old for old in claims if old.until > now]
+                        after = (*left, claim) if left else claim.alone
+                new_claims.append(after)
+            self._set_claims(blocks, new_claims, False)
+        if blocks or session_id in self._sessions.by_id:
+            one_too_many = self._sessions.find_one_to_end(session_id)
+            if one_too_many is not None:
+                self.end_session(one_too_many)
+        if blocks:
+            self._sessions.by_id[session_id] = session
+            self._last_number += 1
+            self._deadlines.push(session, self._last_number)
+        return len(blocks)
+
+    def end_session(self, session_id: str) -> bool:
+        """Keep the session's blocks no longer; what nothing else keeps is free as if given back now.
+
+        Returns:
+            False: there is no such session (its time was up, say). Nothing has changed.
+        """
+        self._apply_clock()
+        session = self._sessions.pop(session_id)
+        if session is None:
+            return False
+        blocks: list[KVCacheBlock] = []
+        new_claims: list[tuple[Claim, ...]] = []
+        before: tuple[Claim, ...] = NO_CLAIMS
+        after: tuple[Claim, ...] = NO_CLAIMS
+        for block in session.blocks:
+            claims = self._get_claims(block)
+            if claims is not before:
+                before = claims
+                after = tuple([claim for claim in claims if claim is not session.claim])
+            if len(after) < len(claims):
+                blocks.append(block)
+                new_claims.append(after)
+        self._set_claims(blocks, new_claims, False)
+        return True
+
+    def list_sessions(self) -> list[tuple[str, float]]:
+        """The sessions that are kept, and until when; the next to end first."""
+        self._apply_clock()
+        return self._sessions.list_deadlines()
+
+    # ---- for the manager ---------------------------------------------------------------------------
+
+    def attach(self, block_sizes: Sequence[int]) -> None:
+        """The manager's groups have blocks of so many tokens; 0 where nothing is cached.
+
+        Called once, before there are directives.
+        """
+        self._block_sizes = tuple(block_sizes)
+
+    def holds(self, block: KVCacheBlock) -> bool:
+        """Is it counted in `num_kept`? Pinned blocks are not."""
+        batch = self._kept.find_batch(block)
+        return batch is not None and batch.strength != PINNED
+
+    def note_taken(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """`pool.touch(blocks)` has just run: kept ones are handed over, their directives remembered."""
+        kept = self._kept
+        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
+        if kept.num_blocks == 0 or not is_any_known(listed):
+            return
+        self._apply_clock()
+        cover: Cover | None = None
+        last_id: i32 = 0
+        last_batch: Batch | None = None
+        num_taken = 0
+        for block in listed:
+            if block._retention_id <= 0:
+                continue
+            if block._retention_id != last_id:
+                if last_batch is not None and num_taken:
+                    kept.drop_count(last_batch, num_taken)
+                last_id = block._retention_id
+                last_batch = kept.find_batch(block)
+                num_taken = 0
+            if last_batch is None:
+                continue
+            block.ref_cnt -= 1  # ours; whoever touched it has one, too
+            block._retention_id = 0
+            num_taken += 1
+            if last_batch.claims:
+                cover = self._covers.put(block, last_batch.claims, cover)
+        if last_batch is not None and num_taken:
+            kept.drop_count(last_batch, num_taken)
+
+    def note_admitted(self, request: SchedulableRequest) -> None:
+        """A request has got its first blocks, hits included: its session needs no keeping any more."""
+        session_id = request.session_id
+        if session_id is not None and session_id in self._sessions.by_id:
+            self.end_session(session_id)
+
+    def free_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks of a request, its directives applied: those from place `first` on in its table.
+
+        Listed head first, freed tail first; the list is used up. Blocks that claims cover are kept when this
+        was the last reference.
+        Raises:
+            InvalidBlockError: as the pool does. Nothing has changed.
+        """
+        pool = self.block_pool
+        ranges = self._directives.get(request_id)
+        block_size = self._block_sizes[group_id]
+        if ranges is None or block_size == 0:
+            blocks.reverse()
+            if is_any_known(blocks):
+                self._free_known(blocks)
+            else:
+                pool.free_blocks(blocks)
+            return
+        to_pool: list[KVCacheBlock] = []
+        void: list[KVCacheBlock] = []
+        shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
+        stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
+        segments = cut_into_segments(ranges, first, len(blocks), block_size)
+        num_left = len(segments)
+        if segments and not segments[-1][2]:
+            # Mostly a prompt's head is covered and nothing is known of the rest: not one more copy of that.
+            head = blocks[: segments[-1][0]]
+            del blocks[: len(head)]
+            if is_any_known(blocks):
+                blocks[:0] = head
+            else:
+                blocks.reverse()
+                to_pool = blocks
+                blocks = head
+                num_left -= 1
+        for low, high, claims in segments[:num_left][::-1]:
+            tail = blocks[low:high]
+            tail.reverse()
+            if not claims and not is_any_known(tail):
+                to_pool += tail
+                continue
+            stretch: list[KVCacheBlock] = []
+            stretch_claims = claims
+            last_id: i32 = 0
+            known_claims = claims  # of blocks with that number, ours included
+            adds_some = False
+            for block in tail:
+                retention_id = block._retention_id
+                if block._block_hash is None:  # null blocks have none, too
+                    to_pool.append(block)
+                    if retention_id != 0:
+                        void.append(block)
+                    continue
+                if retention_id <= 0:
+                    block_claims = claims
+                    if retention_id < 0 and not claims:
+                        void.append(block)
+                elif retention_id == last_id:
+                    block_claims = known_claims
+                else:
+                    old_claims = self._get_claims(block)
+                    block_claims = old_claims
+                    for claim in claims:
+                        block_claims = add_claim(block_claims, claim)
+                    known_claims = block_claims
+                    adds_some = block_claims is not old_claims
+                    last_id = retention_id
+                if not block_claims:
+                    to_pool.append(block)
+                elif block.ref_cnt == 1:
+                    if block_claims is not stretch_claims:
+                        stretches.append((stretch, stretch_claims))
+                        stretch = []
+                        stretch_claims = block_claims
+                    stretch.append(block)
+                else:
+                    to_pool.append(block)
+                    if retention_id <= 0 or adds_some:
+                        shared.append((block, block_claims))
+            stretches.append((stretch, stretch_claims))
+        pool.free_blocks(to_pool)
+        for block in void:
+            self._drop_cover(block)
+        self._pins.fulfil(request_id, group_id, first, segments)
+        cover: Cover | None = None
+        for block, claims in shared:
+            cover = self._cover(block, claims, cover)
+        for stretch, claims in stretches:
+            if stretch:
+                self._keep(stretch, claims)
+
+    def will_pin(self, request_id: str, group_id: int, index: int, block: KVCacheBlock) -> bool:
+        """Would the block be pinned, not free, if this request, its last holder, gave it back now?
+
+        Args:
+            index: its place in the request's table.
+        """
+        if block._block_hash is None:
+            return False
+        if block._retention_id > 0 and is_pin(self._get_claims(block)):
+            return True
+        block_size = self._block_sizes[group_id]
+        for start, end, claim in self._directives.get(request_id, []):
+            is_in = start // block_size <= index and (end is None or index * block_size < end)
+            if is_in and claim.strength == PINNED:
+                return True
+        return False
+
+    def forget_request(self, request_id: str) -> None:
+        """The request has given all its blocks back. Its directives live on in the blocks they cover."""
+        self._directives.pop(request_id, None)
+        self._pins.forget_request(request_id)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """As `BlockPool.free_blocks`, but blocks that claims cover are kept when this was the last reference.
+
+        Raises:
+            InvalidBlockError: as the pool does; also for blocks that are kept. Nothing has changed.
+        """
+        listed: list[KVCacheBlock] = (
+            ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+        )
+        if not is_any_known(listed):
+            self.block_pool.free_blocks(listed)
+            return
+        for block in listed:
+            if self._kept.find_batch(block) is not None:
+                raise InvalidBlockError(
+                    "free_blocks() got a block that the retention keeps, so it is free; it takes blocks that "
+                    "are in use. Was it freed twice?"
+                )
+        self._free_known(listed)
+
+    def _free_known(self, listed: list[KVCacheBlock]) -> None:
+        """Some of these blocks have claims, and none is kept."""
+        to_pool: list[KVCacheBlock] = []
+        to_keep: list[KVCacheBlock] = []
+        in_doubt: list[KVCacheBlock] = []
+        for block in listed:
+            if block._retention_id == 0:
+                to_pool.append(block)
+            elif block._retention_id > 0 and block.ref_cnt == 1 and block._block_hash is not None:
+                to_keep.append(block)
+            else:
+                to_pool.append(block)
+                in_doubt.append(block)
+        if len(set(to_keep)) != len(to_keep):
+            raise InvalidBlockError(
+                "free_blocks() got a block more often than it is referenced. Was it freed twice?"
+            )
+        self.block_pool.free_blocks(to_pool)
+        for block in in_doubt:
+            if block._retention_id == 0 or block.ref_cnt != 0:
+                continue
+            if block._retention_id > 0 and block._block_hash is not None:
+                self.block_pool.touch([block])  # each of its references was in this list
+                to_keep.append(block)
+            else:
+                self._drop_cover(block)
+        stretch: list[KVCacheBlock] = []
+        claims: tuple[Claim, ...] = NO_CLAIMS
+        last_id: i32 = 0
+        for block in to_keep:
+            if block._retention_id != last_id:
+                if stretch:
+                    self._keep(stretch, claims)
+                    stretch = []
+                last_id = block._retention_id
+                claims = self._get_claims(block)
+            stretch.append(block)
+        if stretch:
+            self._keep(stretch, claims)
+
+    def make_room(self, num_blocks: int) -> None:
+        """`pool.get_new_blocks(num_blocks)` is next: let it get those that are worth least.
+
+        Kept blocks that are among them are free afterwards, at the front of the queue. Hits that shall not be
+        among them have been touched before. When `num_blocks` are not to be had, nothing changes.
+        Cost: O(num_blocks).
+        """
+        if self._kept.num_blocks == 0:
+            return
+        self._apply_clock()
+        queue = self.block_pool.free_block_queue
+        num_free = queue.num_free_blocks
+        if num_blocks > num_free + self._kept.num_blocks - self._kept.num_pinned:
+            return
+        num_wanted = 0
+        has_low = False
+        for strength in self._kept.buckets:
+            if strength < DEFAULT_PRIORITY:
+                has_low = True
+        if has_low:
+            num_empty = 0
+            block = queue.fake_free_list_head.next_free_block
+            while block is not None and num_empty < num_blocks and block is not queue.fake_free_list_tail:
+                if block._block_hash is not None:
+                    break
+                num_empty += 1
+                block = block.next_free_block
+            num_wanted = num_blocks - num_empty
+        victims = self._kept.take_victims(num_wanted, DEFAULT_PRIORITY)
+        if num_blocks > num_free + len(victims):
+            victims += self._kept.take_victims(num_blocks - num_free - len(victims), PINNED)
+        if not victims:
+            return
+        if isinstance(self.block_pool, RunBlockPool):  # it does not take from the front if it need not
+            self._release(victims)
+            return
+        for block in victims:
+            block.ref_cnt = 0
+        queue.prepend_n(victims)
+
+    def reclaim(self, num_blocks: int) -> int:
+        """Give so many kept blocks back to the pool, evicted, at the front of its queue.
+
+        Those whose time is up first, then by priority, then the least recently freed; never pinned ones.
+        Returns:
+            How many: fewer only when no more are kept.
+        """
+        self._apply_clock()
+        victims = self._kept.take_victims(num_blocks, PINNED)
+        self._release(victims)
+        return len(victims)
+
+    def forget_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """These blocks were evicted from the prefix cache: nothing keeps them any more."""
+        released: list[KVCacheBlock] = []
+        for block in blocks:
+            batch = self._kept.find_batch(block)
+            if batch is not None:
+                self._kept.drop(block, batch)
+                released.append(block)
+            self._drop_cover(block)
+        self.block_pool.free_blocks(released)
+
+    def release_all(self) -> None:
+        """Keep nothing, pins and sessions included; what requests have been told for later stays.
+
+        The blocks are free, cached as they were, the most valuable last in the queue. O(blocks of the pool).
+        """
+        self._apply_clock()
+        victims = self._kept.take_victims(self._kept.num_blocks, PINNED + 1)
+        self._sessions.clear()
+        self._deadlines.clear()
+        self._covers.drop_all(self.block_pool.blocks)
+        self._pins.blocks.clear()
+        self.block_pool.free_blocks(victims)
+
+    # ---- claims ------------------------------------------------------------------------------------
+
+    def _make_claim(self, directive: RetentionDirective) -> Claim:
+        """The same object for the same words, so that blocks under it are recognised as equal."""
+        strength = PINNED if directive.pin else directive.priority
+        duration_s = NEVER if directive.duration_s is None else directive.duration_s
+        claim = self._claims.get((strength, duration_s))
+        if claim is None:
+            if len(self._claims) >= 1024:
+                self._claims.clear()  # equal ones that are not the same cost a comparison, nothing else
+            claim = Claim(strength, duration_s, NEVER, False)
+            self._claims[strength, duration_s] = claim
+        return claim
+
+    def _check_pins(self, num_new: int, num_replaced: int) -> None:
+        pins = self._pins
+        if pins.exceeds(num_new, num_replaced):
+            # Blocks may have been evicted behind our back; only now it is worth a look.
+            for block in list(pins.blocks):
+                if not is_pin(self._get_claims(block)):
+                    self._drop_cover(block)
+        if pins.exceeds(num_new, num_replaced):
+            raise pins.refuse(num_new, num_replaced)
+
+    def _find_cached(
+        self, request: SchedulableRequest, group_id: int, block_size: int, start: int, end: int | None
+    ) -> list[KVCacheBlock]:
+        """The cached blocks of this prefix that hold any of the tokens `[start, end)`, head first."""
+        pool = self.block_pool
+        hashes = request.block_hashes
+        stride = block_size // pool.hash_block_size
+        found: list[KVCacheBlock] = []
+        if stride < 1:
+            return found
+        num_blocks = len(hashes) // stride
+        if end is not None:
+            num_blocks = min(num_blocks, -(-end // block_size))
+        ours = hashes[start // block_size * stride + stride - 1 : num_blocks * stride : stride]
+        found = pool.find_cached_prefix(ours, len(ours), group_id)
+        group_ids = [group_id]
+        for index in range(len(found) + 1, len(ours)):  # behind a window's hole there may be more
+            blocks = pool.get_cached_block(ours[index], group_ids)
+            if blocks is not None:
+                found.append(blocks[0])
+        return found
+
+    def _get_claims(self, block: KVCacheBlock) -> tuple[Claim, ...]:
+        """The claims on the block that are not void and, if it is kept, not over."""
+        if block._retention_id <= 0 or block._block_hash is None:
+            return NO_CLAIMS
+        thing = self._ids.things[block._retention_id]
+        if isinstance(thing, Cover):
+            return thing.claims
+        assert isinstance(thing, Batch)
+        return thing.claims
+
+    def _cover(self, block: KVCacheBlock, claims: tuple[Claim, ...], likely: Cover | None) -> Cover:
+        """Remember claims, at least one, on a block that is in use; see `Covers.put`."""
+        self._pins.note(block, claims)
+        return self._covers.put(block, claims, likely)
+
+    def _drop_cover(self, block: KVCacheBlock) -> None:
+        """Nothing is known any more of a block that is not kept."""
+        self._pins.drop(block)
+        if block._retention_id != 0:
+            self._covers.drop(block)
+
+    def _set_claims(
+        self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], counts_anew: bool
+    ) -> None:
+        """Give these cached blocks, distinct and listed head first, other claims.
+
+        Args:
+            counts_anew: durations of free blocks count from now; else those of kept blocks go on.
+        A kept block keeps its place in the order of becoming free, one that was only free gets the last.
+        """
+        now = self._clock()
+        kept = self._kept
+        changed: dict[KVCacheBlock, tuple[Claim, ...]] = {}
+        broken_up: dict[Batch, None] = {}
+        fresh: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
+        plain: list[KVCacheBlock] = []
+        cover: Cover | None = None
+        last_claims: tuple[Claim, ...] = NO_CLAIMS
+        number = self._last_number
+        for index in range(len(blocks) - 1, -1, -1):
+            block = blocks[index]
+            claims = new_claims[index]
+            batch = kept.find_batch(block) if block._retention_id > 0 else None
+            if batch is not None:
+                broken_up[batch] = None
+                changed[block] = claims
+                if not claims:
+                    plain.append(block)
+            elif claims and block.ref_cnt > 0:
+                if claims is not last_claims or self._pins.blocks:
+                    self._pins.note(block, claims)
+                    last_claims = claims
+                cover = self._covers.put(block, claims, cover)
+            else:
+                self._drop_cover(block)
+                if claims:
+                    number += 1
+                    fresh.append((number, now, block, claims))
+        self._last_number = number
+        # What is left of a batch is filed anew, in stretches. Those whose time is up stay as they are:
+        # nothing that ends later comes between them.
+        again: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
+        for batch in broken_up:
+            is_over = not batch.claims
+            retention_id = batch.retention_id
+            for place, block in enumerate(list(batch.blocks)):
+                if block._retention_id != retention_id:
+                    continue
+                is_changed = block in changed
+                if is_over and not is_changed:
+                    continue
+                kept.drop(block, batch)
+                claims = changed[block] if is_changed else batch.claims
+                if claims:
+                    freed_at = now if is_changed and counts_anew else batch.freed_at
+                    again.append((batch.number + place, freed_at, block, claims))
+                else:
+                    self._pins.drop(block)
+        again.sort(key=get_place)
+        self._file_all(again)
+        if fresh:
+            self.block_pool.touch([block for _, _, block, _ in fresh])
+            self._file_all(fresh)
+        self.block_pool.free_blocks(plain)
+
+    def _file_all(self, places: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]]) -> None:
+        """Put blocks whose reference is ours into batches: (number, freed at, block, claims in force)."""
+        blocks: list[KVCacheBlock] = []
+        first = 0
+        last_freed_at = 0.0
+        last_claims: tuple[Claim, ...] = ()
+        for number, freed_at, block, claims in places:
+            self._pins.note(block, claims)
+            if blocks and (
+                number != first + len(blocks) or freed_at != last_freed_at or claims is not last_claims
+            ):
+                self._kept.add(Batch(blocks, last_claims, last_freed_at, first))
+                blocks = []
+            if not blocks:
+                first = number
+                last_freed_at = freed_at
+                last_claims = claims
+            blocks.append(block)
+        if blocks:
+            self._kept.add(Batch(blocks, last_claims, last_freed_at, first))
+
+    def _keep(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
+        """These blocks, in this order, became free now; their last reference is ours."""
+        self._apply_clock()
+        now = self._clock()
+        live = list_live(claims, now, now)
+        self._covers.drop_stretch(blocks)
+        if is_pin(live):
+            self._pins.blocks.update(blocks)
+        elif self._pins.blocks:
+            self._pins.blocks.difference_update(blocks)
+        if not live:  # their sessions ended while they were in use
+            self.block_pool.free_blocks(blocks)
+            return
+        batch = Batch(blocks, live, now, self._last_number + 1)
+        self._last_number += len(blocks)
+        self._kept.add(batch)
+
+    def _release(self, victims: list[KVCacheBlock]) -> None:
+        """Evict them, so that the pool puts them to the front of its queue, whatever kind of pool it is."""
+        self.block_pool.evict_blocks([block.block_id for block in victims])
+        self.block_pool.free_blocks(victims)
+
+    def _apply_clock(self) -> None:
+        """Let everything that is over by now be over, one after the other. O(1) if nothing is."""
+        entries = self._deadlines.entries
+        if not entries or entries[0][0] > self._clock():
+            return
+        now = self._clock()
+        ending = self._deadlines.pop_due(now)
+        while ending is not None:
+            if isinstance(ending, Session):
+                self._sessions.pop(ending.session_id)
+            else:
+                assert isinstance(ending, Batch)
+                was_pinned = ending.strength == PINNED
+                self._kept.end_claims(ending)
+                if was_pinned and not is_pin(ending.claims):
+                    for block in ending.blocks:
+                        if block._retention_id == ending.retention_id:
+                            self._pins.drop(block)
+            ending = self._deadlines.pop_due(now)
+
+
+def get_place(place: tuple[int, float, KVCacheBlock, tuple[Claim, ...]]) -> int:
+    """A block's number in the order of becoming free."""
+    return place[0]

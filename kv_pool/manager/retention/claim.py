@@ -1,0 +1,71 @@
+"""`Claim`: why a block is kept, how strongly and until when."""
+
+from typing import Final
+
+PINNED: Final = 101
+EXPIRED: Final = -1
+NEVER: Final = float("inf")
+
+
+class Claim:
+    """Why a block is kept: a directive without its range, or a session.
+
+    Attributes:
+        strength: the priority, or PINNED.
+        duration_s: after the block became free; inf for a session.
+        until: a session's deadline; inf for a directive.
+    """
+
+    __slots__ = ("alone", "duration_s", "is_session", "strength", "until")
+
+    def __init__(self, strength: int, duration_s: float, until: float, is_session: bool) -> None:
+        self.strength: int = strength
+        self.duration_s: float = duration_s
+        self.until: float = until
+        self.is_session: bool = is_session
+        # What the block has that nobody else claims; one tuple, so that such blocks are recognised by it.
+        self.alone: tuple[Claim, ...] = (self,)
+
+    def find_end(self, freed_at: float) -> float:
+        """When it is over for a block that became free then. In force before, not at that moment."""
+        return self.until if self.is_session else freed_at + self.duration_s
+
+
+NO_CLAIMS: Final[tuple[Claim, ...]] = ()
+
+
+def add_claim(claims: tuple[Claim, ...], claim: Claim) -> tuple[Claim, ...]:
+    """These claims and one more, without those of directives that another outlives and outranks.
+
+    So a block that thousands of requests shared has at most one claim for each strength. The same object if
+    nothing is added.
+    """
+    left: list[Claim] = []
+    for old in claims:
+        if old.is_session:
+            left.append(old)
+            continue
+        if old.strength >= claim.strength and old.duration_s >= claim.duration_s:
+            return claims
+        if old.strength > claim.strength or old.duration_s > claim.duration_s:
+            left.append(old)
+    if not left:
+        return claim.alone
+    left.append(claim)
+    return tuple(left)
+
+
+def is_pin(claims: tuple[Claim, ...]) -> bool:
+    """Is one of the claims a pin?"""
+    for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
+        if claim.strength == PINNED:
+            return True
+    return False
+
+
+def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[Claim, ...]:
+    """Those in force now on a block that became free then; the same object if all are."""
+    for claim in claims:
+        if claim.find_end(freed_at) <= now:
+            return tuple(claim for claim in claims if claim.find_end(freed_at) > now)
+    return claims

@@ -1,0 +1,64 @@
+"""`Session`: a conversation between two turns."""
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.manager.retention.claim import NEVER, Claim
+from kv_pool.manager.retention.deadlines import Ending
+
+
+class Session(Ending):
+    """Blocks that are kept for the next turn.
+
+    Attributes:
+        claim: on each of the blocks, its own.
+        changes_at: when the session ends.
+    """
+
+    __slots__ = ("blocks", "claim", "session_id")
+
+    def __init__(self, session_id: str, until: float, priority: int, blocks: list[KVCacheBlock]) -> None:
+        super().__init__(until)
+        self.session_id: str = session_id
+        self.claim: Claim = Claim(priority, NEVER, until, True)
+        self.blocks: list[KVCacheBlock] = blocks
+
+
+class Sessions:
+    """The sessions by their ids, no more than `max_sessions` at a time."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self.max_sessions: int = max_sessions
+        self.by_id: dict[str, Session] = {}
+
+    def find_one_to_end(self, session_id: str) -> str | None:
+        """Which session has to end before this one is kept: its own older one, or else the next to end."""
+        if session_id in self.by_id:
+            return session_id
+        if len(self.by_id) < self.max_sessions:
+            return None
+        return min(self.by_id, key=self._find_end)
+
+    def pop(self, session_id: str) -> Session | None:
+        """Take it out; its deadline means nothing any more."""
+        session = self.by_id.pop(session_id, None)
+        if session is not None:
+            session.changes_at = NEVER
+        return session
+
+    def list_deadlines(self) -> list[tuple[str, float]]:
+        """Each session and until when it is kept; the next to end first."""
+        sessions = [(session_id, session.changes_at) for session_id, session in self.by_id.items()]
+        return sorted(sessions, key=get_second)
+
+    def clear(self) -> None:
+        """Keep none."""
+        for session in self.by_id.values():
+            session.changes_at = NEVER
+        self.by_id.clear()
+
+    def _find_end(self, session_id: str) -> float:
+        return self.by_id[session_id].changes_at
+
+
+def get_second(pair: tuple[str, float]) -> float:
+    """The deadline of a listed session."""
+    return pair[1]
