@@ -2,7 +2,8 @@
 
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.retention import MAX_PRIORITY, BlockRetention, RetentionDirective
+from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.replay.replay_request import ReplayRequest
 
 
