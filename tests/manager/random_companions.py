@@ -172,7 +172,10 @@ class RandomRetention:
         )
 
     def list_held(self):
-        return list(self.retention._kept)
+        kept = self.retention._kept
+        return [
+            block for block in self.scheduler.manager.block_pool.blocks if kept.find_batch(block) is not None
+        ]
 
     def check(self):
         check_retention(self.retention)

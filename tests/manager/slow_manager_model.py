@@ -192,8 +192,7 @@ def is_pinned(manager, request, group_id, position, block):
         for start, end, claim in retention._directives.get(request.request_id, ())
         if any(start <= token and (end is None or token < end) for token in tokens)
     ]
-    cover = retention._covers.get(block)
-    claims = cover.claims if cover is not None and cover.key is block.block_hash else ()
+    claims = retention._ids.find(block).claims if block._retention_id > 0 else ()
     return any(claim.strength == PINNED for claim in [*claims, *directives])
 
 
