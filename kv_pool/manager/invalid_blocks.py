@@ -16,9 +16,9 @@ class InvalidBlocksReport:
     """What a failed load leaves behind.
 
     Attributes:
-        num_valid_tokens: for each request that holds a bad block, how many of its leading tokens it can go on
-            from in the blocks it has; the rest is computed anew. 0: from none, so free it and admit it again;
-            what is still good of it is found as a prefix then.
+        num_valid_tokens: for each request that holds a bad block, or one that may have been computed from it,
+            how many of its leading tokens it can go on from in the blocks it has; the rest is computed anew.
+            0: from none, so free it and admit it again; what is still good of it is found as a prefix then.
         evicted_blocks: the bad blocks, and those that were computed from them; nobody hits them any more.
     """
 
@@ -53,7 +53,7 @@ def report_invalid_blocks(
         InvalidBlockError: an id is not one of this pool's, or the null block's.
         InvalidArgumentError: a request has another number of tables than there are groups. In both cases
             nothing has changed.
-    Cost: O(blocks in the tables).
+    Cost: O(blocks in the tables), once more for each request through which doubt spreads to another.
     """
     for block_id in block_ids:
         if not 0 < block_id < block_pool.num_gpu_blocks:
@@ -67,12 +67,9 @@ def report_invalid_blocks(
                 f"request {request_id!r} has {len(group_tables)} tables; there are {len(groups)} groups"
             )
     evicted = dict.fromkeys(block_pool.blocks[block_id] for block_id in block_ids)
-    bad = set(evicted)
     num_valid_tokens: dict[str, int] = {}
-    for request_id, group_tables in tables.items():
-        num_good = _count_good_tokens(group_tables, groups, bad)
-        if num_good is None:
-            continue
+    for request_id, num_good in _count_good_tokens(tables, groups, set(evicted)).items():
+        group_tables = tables[request_id]
         num_valid_tokens[request_id] = num_good if _can_go_on(group_tables, groups, num_good) else 0
         for table, group in zip(group_tables, groups, strict=True):
             num_good_blocks = num_good // group.block_size
@@ -87,17 +84,45 @@ def report_invalid_blocks(
 
 
 def _count_good_tokens(
-    tables: Sequence[BlockTable], groups: Sequence[BlockGroup], bad: set[KVCacheBlock]
-) -> int | None:
-    """Tokens before the first bad block of any group, none if it is the encoder's; None: all are good."""
-    first: int | None = None
-    for table, group in zip(tables, groups, strict=True):
-        for index, block in enumerate(table.blocks):
-            if block in bad:
-                num_before = index * group.block_size if group.is_cacheable else 0
-                first = num_before if first is None else min(first, num_before)
-                break
-    return first
+    tables: Mapping[str, Sequence[BlockTable]], groups: Sequence[BlockGroup], bad: set[KVCacheBlock]
+) -> dict[str, int]:
+    """For each request that holds doubtful content, the tokens before it; 0 if it is the encoder's.
+
+    What lies behind the first doubtful token of a request may have been computed from it, and whoever else
+    holds that is in doubt from there on, too, even where a window has passed the bad block itself. That may
+    make more of it doubtful, until nothing changes.
+    """
+    good_of: dict[str, int] = {}
+    # The first token in a block that is in doubt, counted from the start of the sequence.
+    doubtful_from: dict[KVCacheBlock, int] = {}
+    for group_tables in tables.values():
+        for table, group in zip(group_tables, groups, strict=True):
+            for index, block in enumerate(table.blocks):
+                if block in bad:
+                    doubtful_from[block] = index * group.block_size if group.is_cacheable else 0
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for request_id, group_tables in tables.items():
+            found = [
+                doubtful_from[block]
+                for table in group_tables
+                for block in table.blocks
+                if block in doubtful_from
+            ]
+            if not found or good_of.get(request_id) == min(found):
+                continue
+            num_good = good_of[request_id] = min(found)
+            has_changed = True
+            for table, group in zip(group_tables, groups, strict=True):
+                if not group.is_cacheable:
+                    continue
+                first = num_good // group.block_size
+                for index, block in enumerate(table.blocks[first:], first):
+                    if not block.is_null:
+                        start = max(num_good, index * group.block_size)
+                        doubtful_from[block] = min(start, doubtful_from.get(block, start))
+    return good_of
 
 
 def _can_go_on(tables: Sequence[BlockTable], groups: Sequence[BlockGroup], num_tokens: int) -> bool:

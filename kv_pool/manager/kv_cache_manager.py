@@ -373,7 +373,7 @@ class KVCacheManager:
                 parent's.
         Raises:
             InvalidArgumentError: a parent without blocks, or with a step still to be counted; a child with
-                blocks or another count. Nothing has changed.
+                blocks, another count or other tokens. Nothing has changed.
         Cost: O(blocks of the parent).
         """
         tables = self._tables_of(parent.request_id)
@@ -384,6 +384,12 @@ class KVCacheManager:
             raise InvalidArgumentError(
                 f"request {parent.request_id!r} has {num_computed} computed tokens, its fork "
                 f"{child.request_id!r} says {child.num_computed_tokens}; set the child's to the parent's"
+            )
+        num_hashes = num_computed // self.block_pool.hash_block_size
+        if list(child.block_hashes[:num_hashes]) != list(parent.block_hashes[:num_hashes]):
+            raise InvalidArgumentError(
+                f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
+                f"{parent.request_id!r}: they have other hashes"
             )
         for table, group in zip(tables, self._groups, strict=True):
             num_cached = table.num_cached_blocks * group.block_size
@@ -678,9 +684,16 @@ class KVCacheManager:
             )
         for group in self._groups:
             if group.is_cacheable:
-                num_held = len(tables[group.group_id].blocks)
+                table = tables[group.group_id]
+                num_held = len(table.blocks)
                 if not 0 <= num_computed <= num_held * group.block_size:
                     self._raise_uncomputed(request, num_computed, num_held, group.block_size)
+                if num_computed < table.num_null_blocks * group.block_size:
+                    raise InvalidArgumentError(
+                        f"request {request.request_id!r} says {num_computed} tokens are computed; its first "
+                        f"{table.num_null_blocks * group.block_size} have left the window of group "
+                        f"{group.group_id} and have no blocks any more. Free it and admit it again"
+                    )
         return num_computed
 
     def _raise_uncomputed(
@@ -688,5 +701,6 @@ class KVCacheManager:
     ) -> None:
         raise InvalidArgumentError(
             f"request {request.request_id!r} says {num_computed} tokens are computed, but holds "
-            f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed"
+            f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed (and where it "
+            "is swapped out, swap it in)"
         )

@@ -23,9 +23,10 @@ def check_prefix(
         raise InvalidArgumentError(
             f"the cached prefix was found for request {prefix.request_id!r}, not {request.request_id!r}"
         )
-    if prefix.num_tokens and (has_blocks or request.num_computed_tokens):
+    if has_blocks or (prefix.num_tokens and request.num_computed_tokens):
         raise InvalidArgumentError(
-            f"request {request.request_id!r} has blocks already; a cached prefix goes in front of all"
+            f"request {request.request_id!r} has blocks already; a cached prefix, even an empty one, is for "
+            "one that has none. Are there two requests with this id?"
         )
     if len(prefix.blocks) != len(groups):
         raise InvalidArgumentError(

@@ -102,6 +102,20 @@ def test_a_window_is_gone_on_from_only_if_all_of_it_is_there():
     assert manager.report_invalid_blocks([bad[3]]).num_valid_tokens == {"a": 0}
 
 
+def test_who_shares_what_was_computed_from_a_bad_block_is_named_though_its_window_has_passed_that():
+    """It went on with content that had been evicted as bad."""
+    groups = [FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=6)]
+    manager = make(groups=groups)
+    for name, num_tokens in (("a", 17), ("b", 18)):
+        request = Request(name, range(num_tokens), HASHER)
+        prefix = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 16 if name == "a" else 2, prefix) is not None
+    assert [manager.get_block_ids(name, 1) for name in ("a", "b")] == [[3, 4, 5, 6], [0, 0, 5, 6, 8]]
+    report = manager.report_invalid_blocks([3, 4])
+    assert report.num_valid_tokens == {"a": 0, "b": 0}
+    assert {1, 2, 5, 6} < set(ids(report.evicted_blocks))
+
+
 def test_a_state_or_an_encoder_is_not_gone_on_from():
     manager = make(groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=4)])
     start(manager, "a", range(9))
@@ -146,11 +160,15 @@ def test_nobody_hits_bad_content_by_definition(seed):
             held = sorted({block_id for name in running for block_id in manager.get_block_ids(name)})
             bad = set(chance.sample(held, min(len(held), chance.randint(1, 2))))
             tables = {name: manager.get_block_ids(name) for name in running}
-            expected = {
-                name: 4 * min(place for place, block_id in enumerate(table) if block_id in bad)
-                for name, table in tables.items()
-                if bad & set(table)
-            }
+            # Who holds a block that was perhaps computed from a bad one is in doubt from there on, too.
+            doubtful = set(bad)
+            for _ in tables:
+                expected = {
+                    name: 4 * min(place for place, block_id in enumerate(table) if block_id in doubtful)
+                    for name, table in tables.items()
+                    if doubtful & set(table)
+                }
+                doubtful |= {one for name in expected for one in tables[name][expected[name] // 4 :]}
             report = manager.report_invalid_blocks(bad)
             assert report.num_valid_tokens == expected
             gone = bad | {block_id for name in expected for block_id in tables[name][expected[name] // 4 :]}
