@@ -101,7 +101,9 @@ def make_batches(options: argparse.Namespace) -> list[list[ReplayRequest]]:
             break
         request = ReplayRequest(traced, options.block_size, trace_block_size=trace.block_size)
         request.num_output_left = min(request.num_output_left, options.output)
-        if number % options.batch == 0:
+        if request.num_tokens + options.output > options.blocks * options.block_size:
+            continue  # it would wait for ever
+        if not batches or len(batches[-1]) == options.batch:
             batches.append([])
         batches[-1].append(request)
     return batches

@@ -117,7 +117,7 @@ def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBl
                     raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, which is free")
                 num_holders[block.block_id] += 1
     in_tables = set(num_holders)
-    copies = manager._copies._source_of
+    copies = manager.copies._source_of
     for target, source in copies.items():
         if target.block_id not in in_tables:
             raise CorruptedPoolError(f"T6: block {target.block_id} is to be copied to, and in no table")

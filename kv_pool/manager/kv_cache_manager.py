@@ -105,13 +105,13 @@ class KVCacheManager:
         self._forgets: bool = any(group.forgets for group in self._groups)
         self._tables: dict[str, list[BlockTable]] = {}
         self._has_forks: bool = False
-        self._copies: BlockCopies = BlockCopies(block_pool)
+        self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
         self._needs: SlotNeeds = SlotNeeds(
-            self._groups, self.max_model_len, self.max_in_flight_tokens, self._copies, retention
+            self._groups, self.max_model_len, self.max_in_flight_tokens, self.copies, retention
         )
         self._run_pool: RunBlockPool | None = block_pool if isinstance(block_pool, RunBlockPool) else None
-        self._retention: BlockRetention | None = retention
+        self.retention: BlockRetention | None = retention
         if retention is not None:
             if retention.block_pool is not block_pool:
                 raise InvalidArgumentError("the retention was made for another pool than the manager's")
@@ -129,7 +129,7 @@ class KVCacheManager:
     def get_num_free_blocks(self) -> int:
         """Blocks that can be had: those in the free queue, and those that a retention keeps."""
         num_free = self.block_pool.free_block_queue.num_free_blocks
-        return num_free if self._retention is None else num_free + self._retention.num_kept
+        return num_free if self.retention is None else num_free + self.retention.num_kept
 
     def get_computed_blocks(
         self, request: SchedulableRequest, max_num_tokens: int | None = None
@@ -338,8 +338,8 @@ class KVCacheManager:
             self._tables[request_id] = tables
             # Hits first, in all groups: until they are touched, they may be among the blocks that are taken.
             self._add_prefix(tables, prefix_blocks, num_before)
-            if self._retention is not None and self._retention.is_active:
-                self._retention.note_admitted(request)
+            if self.retention is not None and self.retention.is_active:
+                self.retention.note_admitted(request)
             if num_external_computed_tokens:
                 self._extend(tables, num_before, num_before, 0)
         elif self._has_forks:
@@ -359,7 +359,7 @@ class KVCacheManager:
         the content comes from. The sources may be reused by whatever is allocated after this call.
         """
         self._caching.begin_step()
-        return self._copies.take()
+        return self.copies.take()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
         """Let `child` go on from where `parent` is, in the same blocks.
@@ -441,8 +441,8 @@ class KVCacheManager:
         """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
         listed = list(block_ids)
         self.block_pool.evict_blocks(listed)
-        if self._retention is not None and self._retention.is_active:
-            self._retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+        if self.retention is not None and self.retention.is_active:
+            self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
 
     def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
         """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any
@@ -458,14 +458,14 @@ class KVCacheManager:
         report = report_invalid_blocks(self.block_pool, self._tables, self._groups, block_ids)
         if report.num_valid_tokens:
             self._has_forks = True
-        if self._retention is not None and self._retention.is_active:
-            self._retention.forget_blocks(report.evicted_blocks)
+        if self.retention is not None and self.retention.is_active:
+            self.retention.forget_blocks(report.evicted_blocks)
         return report
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix; False, with nothing changed, while any request holds blocks."""
         pool = self.block_pool
-        retention = self._retention
+        retention = self.retention
         if retention is not None:
             num_free = pool.free_block_queue.num_free_blocks + retention.num_held
             if num_free == pool.num_gpu_blocks - 1:
@@ -496,13 +496,13 @@ class KVCacheManager:
         request_id = request.request_id
         tables = self._tables_of(request_id)
         del self._tables[request_id]
-        retention = self._retention
+        retention = self.retention
         if retention is not None and not retention.is_active:
             retention = None
         for group_id, table in enumerate(tables):
             blocks = table.blocks[table.num_null_blocks :]
-            if len(self._copies):
-                self._copies.drop(blocks)
+            if len(self.copies):
+                self.copies.drop(blocks)
             if retention is not None:
                 retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
             else:
@@ -518,7 +518,7 @@ class KVCacheManager:
             InvalidArgumentError: the request has no blocks, or copies of some are still to be made.
         """
         tables = self._tables_of(request_id)
-        if any(self._copies.concerns(table.blocks) for table in tables):
+        if any(self.copies.concerns(table.blocks) for table in tables):
             raise InvalidArgumentError(
                 f"request {request_id!r} has blocks whose content is still to be copied; apply "
                 "take_block_copies() first"
@@ -544,14 +544,20 @@ class KVCacheManager:
 
     # ---- changing tables -------------------------------------------------------------------------
 
-    def _take(self, num_blocks: int) -> list[KVCacheBlock]:
-        if self._retention is not None and self._retention.is_active:
-            self._retention.make_room(num_blocks)
+    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks for whoever works beside the manager, a swapper say; what a retention keeps makes room.
+
+        Raises:
+            OutOfBlocksError: `get_num_free_blocks()` is less. Nothing has changed.
+        """
+        if self.retention is not None and self.retention.is_active:
+            self.retention.make_room(num_blocks)
         return self.block_pool.get_new_blocks(num_blocks)
 
-    def _free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        if self._retention is not None and self._retention.is_active:
-            self._retention.free_blocks(blocks)
+    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        """Give back blocks that are in no table, first to be reused first; a retention may keep some."""
+        if self.retention is not None and self.retention.is_active:
+            self.retention.free_blocks(blocks)
         else:
             self.block_pool.free_blocks(blocks)
 
@@ -567,8 +573,8 @@ class KVCacheManager:
             table = tables[group.group_id]
             used = hits[num_skipped:] if num_skipped else hits
             self.block_pool.touch(used)
-            if self._retention is not None and self._retention.is_active:
-                self._retention.note_taken(used)
+            if self.retention is not None and self.retention.is_active:
+                self.retention.note_taken(used)
             if num_skipped:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
             table.blocks.extend(used)
@@ -588,11 +594,11 @@ class KVCacheManager:
                 added.append(self._no_blocks[0])
                 continue
             if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-                if self._retention is not None and self._retention.is_active:
-                    self._retention.make_room(num_new)
+                if self.retention is not None and self.retention.is_active:
+                    self.retention.make_room(num_new)
                 blocks = self._run_pool.get_new_blocks_after(table.blocks[-1], num_new)
             else:
-                blocks = self._take(num_new)
+                blocks = self.take_blocks(num_new)
             num_before = len(table.blocks)
             group.extend_table(table, num_blocks, blocks)
             num_entries = len(table.blocks) - num_before  # with null blocks, where a state skips some
@@ -617,10 +623,10 @@ class KVCacheManager:
                 continue  # between two states
             blocks[first:end] = [null_block] * (end - first)
             table.num_edits += 1
-            if len(self._copies):
-                self._copies.drop(given_up)
-            if self._retention is not None and self._retention.is_active:
-                self._retention.free_table(request_id, group.group_id, first, given_up)
+            if len(self.copies):
+                self.copies.drop(given_up)
+            if self.retention is not None and self.retention.is_active:
+                self.retention.free_table(request_id, group.group_id, first, given_up)
             else:
                 given_up.reverse()
                 self.block_pool.free_blocks(given_up)
@@ -636,11 +642,11 @@ class KVCacheManager:
             num_blocks = self._needs.count_blocks(group, num_scheduled, num_tokens, 0)
             for position in self._needs.list_shared(table, group, num_computed, num_blocks):
                 shared = table.blocks[position]
-                (own,) = self._take(1)
+                (own,) = self.take_blocks(1)
                 table.blocks[position] = own
                 table.num_edits += 1
                 if position * group.block_size < num_computed:
-                    self._copies.add(shared, own)
+                    self.copies.add(shared, own)
                 else:
                     self.block_pool.free_blocks([shared])
             table.is_forked = False

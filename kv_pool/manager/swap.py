@@ -261,7 +261,7 @@ class BlockSwapper:
         if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
         prefix_blocks = () if cached_prefix is None else cached_prefix.blocks
-        if any(self.manager._copies.concerns(blocks) for blocks in prefix_blocks):
+        if any(self.manager.copies.concerns(blocks) for blocks in prefix_blocks):
             raise InvalidArgumentError(
                 f"the prefix of request {request_id!r} has blocks whose content is still to be copied; apply "
                 "take_block_copies() first"
@@ -309,7 +309,7 @@ class BlockSwapper:
         del self._host.tables[request.request_id]
         del self._num_computed_tokens[request.request_id]
         self._host.free_request(request.request_id, [table.blocks for table in tables])
-        retention = self.manager._retention
+        retention = self.manager.retention
         if retention is not None:
             retention.forget_request(request.request_id)
 
@@ -410,7 +410,7 @@ class BlockSwapper:
         tables = [
             self.manager.get_table(request.request_id, group_id) for group_id in range(len(self._groups))
         ]
-        if any(self.manager._copies.concerns(table.blocks) for table in tables):
+        if any(self.manager.copies.concerns(table.blocks) for table in tables):
             raise InvalidArgumentError(
                 f"request {request.request_id!r} has blocks whose content is still to be copied; apply "
                 "take_block_copies() first"

@@ -55,25 +55,25 @@ class DeviceSide:
         return self._manager.get_num_free_blocks()
 
     def is_free(self, block: KVCacheBlock) -> bool:
-        retention = self._manager._retention
+        retention = self._manager.retention
         return block.ref_cnt == 0 or (retention is not None and bool(retention.holds(block)))
 
     def holds(self, request_id: str) -> bool:
         return self._manager.holds_blocks(request_id)
 
     def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        return self._manager._take(num_blocks)
+        return self._manager.take_blocks(num_blocks)
 
     def touch(self, blocks: list[KVCacheBlock]) -> None:
         self.pool.touch(blocks)
-        if self._manager._retention is not None:
-            self._manager._retention.note_taken(blocks)
+        if self._manager.retention is not None:
+            self._manager.retention.note_taken(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        self._manager._free_blocks(blocks)
+        self._manager.free_blocks(blocks)
 
     def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
-        retention = self._manager._retention
+        retention = self._manager.retention
         if retention is not None and retention.is_active:
             for group_id, blocks in enumerate(blocks_by_group):
                 retention.free_table(request_id, group_id, 0, list(blocks))

@@ -156,7 +156,7 @@ def expect_allocation(
             if is_state:
                 first_written = max(first_written, wanted - 1)
             # Who holds a block alone, but for copies that are made of it before the step, may write to it.
-            copied = list(manager._copies._source_of.values())
+            copied = list(manager.copies._source_of.values())
             num_copied = sum(
                 block.ref_cnt - sum(source is block for source in copied) > 1
                 for block in blocks[first_written:]
@@ -182,7 +182,7 @@ def expect_allocation(
 
 def is_pinned(manager, request, group_id, position, block):
     """Given back by the last who holds it, it would be kept for good: some claim on it is a pin."""
-    retention = manager._retention
+    retention = manager.retention
     if retention is None or block.block_hash is None:
         return False
     first = position * manager.groups[group_id].block_size
@@ -198,7 +198,7 @@ def is_pinned(manager, request, group_id, position, block):
 
 def is_free(manager, block):
     """Nobody has a reference, or a retention alone that gives it up for the asking."""
-    retention = manager._retention
+    retention = manager.retention
     return not block.is_null and (block.ref_cnt == 0 or (retention is not None and retention.holds(block)))
 
 

@@ -110,12 +110,12 @@ def cache_under_another_group(manager):
 
 
 def copy_to_nowhere(manager):
-    manager._copies._source_of[manager.block_pool.blocks[20]] = manager.block_pool.blocks[3]
+    manager.copies._source_of[manager.block_pool.blocks[20]] = manager.block_pool.blocks[3]
 
 
 def copy_from_a_target(manager):
     blocks = manager.block_pool.blocks
-    manager._copies._source_of[blocks[7]] = blocks[8]
+    manager.copies._source_of[blocks[7]] = blocks[8]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
-from kv_pool.manager.kv_cache_spec import MambaSpec
+from kv_pool.manager.kv_cache_spec import MambaSpec, SlidingWindowSpec
 
 HASHER = BlockHasher("sha256", "s", 4)
 
@@ -493,3 +493,43 @@ def test_the_last_that_holds_a_forked_block_writes_in_place():
     assert [manager.get_block_ids(name) for name in "abc"] == [[1, 2], [1, 3], [1, 4]]
     assert [tuple(copy) for copy in manager.take_block_copies()] == [(2, 3), (2, 4)]
     invariants.check(manager.block_pool)
+
+
+def test_a_fork_with_other_tokens_is_refused():
+    manager = make_manager()
+    parent = make_request("a", range(8))
+    start(manager, parent)
+    parent.num_computed_tokens = 8
+    child = make_request("b", [*range(7), 50])
+    child.num_computed_tokens = 8
+    before = state(manager.block_pool)
+    with pytest.raises(InvalidArgumentError, match="have other hashes"):
+        manager.fork(parent, child)
+    assert state(manager.block_pool) == before
+    assert not manager.holds_blocks("b")
+
+
+def test_a_second_request_with_an_id_in_use_is_noticed():
+    """It got the blocks of the first one, without a word."""
+    manager = make_manager()
+    start(manager, make_request("a", range(8)))
+    twin = make_request("a", range(50, 58))
+    prefix = manager.get_computed_blocks(twin)
+    before = state(manager.block_pool)
+    with pytest.raises(InvalidArgumentError, match="two requests with this id"):
+        manager.allocate_slots(twin, 8, prefix)
+    assert state(manager.block_pool) == before
+
+
+def test_tokens_that_the_window_has_passed_are_not_computed_anew():
+    """It was given slots in the null block."""
+    manager = KVCacheManager(
+        BlockPool(20, True, 4), groups=[SlidingWindowSpec(block_size=4, sliding_window=4)]
+    )
+    request = make_request("a", range(20))
+    assert manager.allocate_slots(request, 16) is not None
+    request.num_computed_tokens = 16
+    assert manager.allocate_slots(request, 4) is not None
+    request.num_computed_tokens = 4
+    with pytest.raises(InvalidArgumentError, match="its first 12 have left the window of group 0"):
+        manager.allocate_slots(request, 16)
