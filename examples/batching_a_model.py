@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kv_pool import BlockHasher, BlockPool, KVCacheManager
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
 from kv_pool.manager.preemption import PreemptionCost
-from kv_pool.manager.swap import BlockSwapper
+from kv_pool.manager.swap.swapper import BlockSwapper
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCABULARY = 8, 41, 41, 128
 

@@ -27,7 +27,7 @@ from kv_pool.manager.preemption import (
     count_loss,
     find_victim,
 )
-from kv_pool.manager.swap import BlockSwapper
+from kv_pool.manager.swap.swapper import BlockSwapper
 from kv_pool.replay.trace import Trace
 from kv_pool.storage import KVStorage
 

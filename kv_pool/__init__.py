@@ -48,8 +48,8 @@ from kv_pool.manager.leases import BlockLeases, LeaseKind
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
-from kv_pool.manager.swap import BlockSwapper
-from kv_pool.manager.swap_plan import SwapPlan
+from kv_pool.manager.swap.plan import SwapPlan
+from kv_pool.manager.swap.swapper import BlockSwapper
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 from kv_pool.protocol import (
     AllocationResult,

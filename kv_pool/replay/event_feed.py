@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.swap import BlockSwapper
+from kv_pool.manager.swap.swapper import BlockSwapper
 
 _MAX_QUEUED = 64
 _SECONDS_BETWEEN_LOOKS = 0.001

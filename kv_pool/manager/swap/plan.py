@@ -24,8 +24,8 @@ from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.swap_match import Match, count_skipped_blocks, find_key
-from kv_pool.manager.swap_sides import SwapSide, list_tail_first
+from kv_pool.manager.swap.match import Match, count_skipped_blocks, find_key
+from kv_pool.manager.swap.sides import SwapSide, list_tail_first
 
 if TYPE_CHECKING:
     from kv_pool.manager.kv_cache_manager import KVCacheManager

@@ -14,13 +14,13 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
-from kv_pool.manager.host_prefix import HostPrefixes
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.swap_match import Match, count_skipped_blocks, match_tables
-from kv_pool.manager.swap_plan import HostHitPlan, SwapInPlan, SwapOutPlan, SwapPlan
-from kv_pool.manager.swap_sides import DeviceSide, HostSide, SwapSide
+from kv_pool.manager.swap.host_prefix import HostPrefixes
+from kv_pool.manager.swap.match import Match, count_skipped_blocks, match_tables
+from kv_pool.manager.swap.plan import HostHitPlan, SwapInPlan, SwapOutPlan, SwapPlan
+from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide
 
 
 class BlockSwapper:

@@ -9,7 +9,7 @@ from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.swap_sides import SwapSide
+from kv_pool.manager.swap.sides import SwapSide
 
 
 class Match(NamedTuple):

@@ -8,11 +8,10 @@ promises. Answers are compared with a full scan.
 import random
 
 import pytest
+from manager.swap.test_swapper import FULL_AND_WINDOW, picture
 from manager.swap_engine import SwapEngine
-from manager.test_swap import FULL_AND_WINDOW, picture
 
 from kv_pool import CopyFailedError, InvalidArgumentError, PlanClosedError
-from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -20,6 +19,7 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.swap import invariants as swap_invariants
 
 SHAPES = {
     "full": None,

@@ -16,7 +16,6 @@ from kv_pool import (
     PlanClosedError,
     RetentionDirective,
 )
-from kv_pool.manager import swap_invariants
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -25,6 +24,7 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.swap import invariants as swap_invariants
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 

@@ -2,8 +2,8 @@ import pytest
 from manager.swap_engine import SwapEngine
 
 from kv_pool import BlockMove, CorruptedPoolError
-from kv_pool.manager import swap_invariants
-from kv_pool.manager.swap_plan import PlanState
+from kv_pool.manager.swap import invariants as swap_invariants
+from kv_pool.manager.swap.plan import PlanState
 
 
 def make_engine():

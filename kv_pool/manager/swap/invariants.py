@@ -23,8 +23,8 @@ from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.manager.swap import BlockSwapper
-from kv_pool.manager.swap_plan import PlanState, SwapDirection, SwapPlan
+from kv_pool.manager.swap.plan import PlanState, SwapDirection, SwapPlan
+from kv_pool.manager.swap.swapper import BlockSwapper
 
 
 def check(swapper: BlockSwapper) -> None:
