@@ -2,6 +2,7 @@
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove
 
 
@@ -37,9 +38,13 @@ class BlockCopies:
         """
         return self._num_targets.get(source, 0)
 
-    def concerns(self, blocks: list[KVCacheBlock]) -> bool:
-        """Whether one of these blocks still lacks its content."""
-        return any(block in self._source_of for block in blocks)
+    def check_made(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+        """Raise InvalidArgumentError if one of these blocks of the request still lacks its content."""
+        if any(block in self._source_of for block in blocks):
+            raise InvalidArgumentError(
+                f"request {request_id!r} has blocks whose content is still to be copied; apply "
+                "take_block_copies() first"
+            )
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
         """Copies into those of these blocks that nobody else holds need not be made any more."""

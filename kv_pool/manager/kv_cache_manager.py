@@ -8,7 +8,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.kv_events import BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockMove
@@ -18,6 +18,7 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.prefix_caching import PrefixCaching
@@ -474,15 +475,7 @@ class KVCacheManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """The pool's events since the last call; stores say the kind of attention of their group."""
-        events = self.block_pool.take_events()
-        for event in events:
-            if not isinstance(event, BlockStored) or event.group_idx is None:
-                continue
-            if 0 <= event.group_idx < len(self.groups):
-                spec = self.groups[event.group_idx]
-                event.kv_cache_spec_kind = spec.kind
-                event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
-        return events
+        return label_events(self.block_pool.take_events(), self.groups)
 
     # ---- giving back -----------------------------------------------------------------------------
 
@@ -518,11 +511,8 @@ class KVCacheManager:
             InvalidArgumentError: the request has no blocks, or copies of some are still to be made.
         """
         tables = self._tables_of(request_id)
-        if any(self.copies.concerns(table.blocks) for table in tables):
-            raise InvalidArgumentError(
-                f"request {request_id!r} has blocks whose content is still to be copied; apply "
-                "take_block_copies() first"
-            )
+        for table in tables:
+            self.copies.check_made(request_id, table.blocks)
         del self._tables[request_id]
         return tables
 

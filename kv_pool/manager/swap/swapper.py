@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.kv_events import BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.admission import AllocStatus
@@ -14,8 +13,8 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.swap.host_prefix import HostPrefixes
 from kv_pool.manager.swap.match import Match, count_skipped_blocks, match_tables
@@ -261,11 +260,8 @@ class BlockSwapper:
         if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
         prefix_blocks = () if cached_prefix is None else cached_prefix.blocks
-        if any(self.manager.copies.concerns(blocks) for blocks in prefix_blocks):
-            raise InvalidArgumentError(
-                f"the prefix of request {request_id!r} has blocks whose content is still to be copied; apply "
-                "take_block_copies() first"
-            )
+        for blocks in prefix_blocks:
+            self.manager.copies.check_made(request_id, blocks)
         hits = None
         if end <= len(request.block_hashes) * self.host_pool.hash_block_size:
             hits = self._prefixes.find_blocks(request, num_device_tokens, end)
@@ -410,11 +406,8 @@ class BlockSwapper:
         tables = [
             self.manager.get_table(request.request_id, group_id) for group_id in range(len(self._groups))
         ]
-        if any(self.manager.copies.concerns(table.blocks) for table in tables):
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has blocks whose content is still to be copied; apply "
-                "take_block_copies() first"
-            )
+        for table in tables:
+            self.manager.copies.check_made(request.request_id, table.blocks)
         return tables
 
     def _check_swap_in(self, request: SchedulableRequest) -> list[BlockTable]:
@@ -451,16 +444,10 @@ class BlockSwapper:
             plan = self._open_plans.get(request_id)
             raise InvalidArgumentError(
                 f"request {request_id!r} is not swapped out"
-                + ("; it is not, was swapped in, or dropped" if plan is None else f": {plan!r} is open")
+                + (
+                    "; it never was, came back, or was dropped"
+                    if plan is None
+                    else f": {plan!r} is open"
+                )
             )
         return tables
-
-
-def label_events(events: list[KVCacheEvent], groups: Sequence[KVCacheSpec]) -> list[KVCacheEvent]:
-    """The same events; stores say the kind of attention of their group."""
-    for event in events:
-        if isinstance(event, BlockStored) and event.group_idx is not None:
-            spec = groups[event.group_idx]
-            event.kv_cache_spec_kind = spec.kind
-            event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
-    return events
