@@ -195,8 +195,12 @@ class KVCacheManager:
         False: refuse it when it arrives, or it waits for ever. A window needs few blocks where steps
         are short, hence `max_in_flight_tokens`; without it one step for all tokens is assumed.
         """
-        num_most = self._needs.count_most_blocks(as_count("num_tokens", num_tokens), num_encoder_tokens)
+        num_most = self.count_most_blocks(num_tokens, num_encoder_tokens=num_encoder_tokens)
         return num_most <= self.block_pool.num_gpu_blocks - 1
+
+    def count_most_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
+        """Blocks that a request of so many tokens in all holds at most at a time; see `fits_alone`."""
+        return self._needs.count_most_blocks(as_count("num_tokens", num_tokens), num_encoder_tokens)
 
     def can_allocate(
         self,

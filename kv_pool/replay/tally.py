@@ -5,7 +5,6 @@ from array import array
 
 import numpy as np
 
-from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.keeper import Keeper
@@ -29,10 +28,6 @@ class Tally:
         self.report = report
         self.smallest_refused = 0
         self._keeper = keeper
-        self._groups = [
-            make_group(spec, manager.block_pool, group_id, manager.alignment)
-            for group_id, spec in enumerate(manager.groups)
-        ]
         self._waits_ms = array("d")
         self._look_up_ns = array("q")
         self._allocate_ns = array("q")
@@ -47,7 +42,7 @@ class Tally:
         """Count an arrival that will have `num_tokens` in the end; False if it is refused since it would not
         fit alone."""
         report = self.report
-        num_blocks_alone = self._count_blocks_alone(num_tokens)
+        num_blocks_alone = self.manager.count_most_blocks(num_tokens)
         report.requests += 1
         report.tokens_in += request.input_length
         report.blocks_looked_up += request.num_cacheable_blocks
@@ -93,8 +88,8 @@ class Tally:
 
     def free(self, request: ReplayRequest) -> None:
         """Give the request's blocks back, after looking how contiguous they were."""
-        for group in self._groups:
-            block_ids = np.asarray(self.manager.get_block_ids(request.request_id, group.group_id))
+        for group_id in range(len(self.manager.groups)):
+            block_ids = np.asarray(self.manager.get_block_ids(request.request_id, group_id))
             block_ids = block_ids[np.flatnonzero(block_ids)]  # 0 is the null block
             if len(block_ids):
                 self._num_table_blocks += len(block_ids)
@@ -144,8 +139,3 @@ class Tally:
         report.allocate = summarize_calls(self._allocate_ns)
         report.free = summarize_calls(self._free_ns)
         return report
-
-    def _count_blocks_alone(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens holds at most at a time."""
-        max_in_flight = self.manager.max_in_flight_tokens
-        return sum(group.count_most_blocks(num_tokens, max_in_flight, 0) for group in self._groups)

@@ -444,10 +444,6 @@ class BlockSwapper:
             plan = self._open_plans.get(request_id)
             raise InvalidArgumentError(
                 f"request {request_id!r} is not swapped out"
-                + (
-                    "; it never was, came back, or was dropped"
-                    if plan is None
-                    else f": {plan!r} is open"
-                )
+                + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")
             )
         return tables
