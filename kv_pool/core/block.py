@@ -22,6 +22,8 @@ class KVCacheBlock:
         ref_cnt: how many requests hold the block; 0 exactly while the block is in the free queue.
         block_hash: key under which the block is found by prefix; None when it is not cached.
         block_hash_num_tokens: tokens from the start of the sequence that the hash covers.
+        generation: changes whenever the block is taken anew, and with that its content; a reference to the
+            block from outside is to this content as long as the number is the same.
         prev_free_block, next_free_block: neighbours in the free queue; None when not linked.
         is_null: True for the pool's block 0, which stands for "no KV here" in a block table.
         pool: the pool that made the block, None for a bare block (or once its pool is gone).
@@ -47,6 +49,7 @@ class KVCacheBlock:
         "_owner",
         "_retention_id",
         "block_id",
+        "generation",
         "is_null",
         "next_free_block",
         "prev_free_block",
@@ -81,6 +84,7 @@ class KVCacheBlock:
         # Written by a retention: under which number it knows the block, 0 if it does not. A hash given to the
         # block since then makes the number negative: what was said of the block's content is void.
         self._retention_id: i32 = 0
+        self.generation: i32 = 0
         # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
         self._owner: Any = None if pool is None else ref(pool)
 

@@ -38,6 +38,8 @@ class BlockPool(BlockPoolCore):
         free_block_queue: the free blocks in eviction order.
         cached_block_hash_to_block: the prefix map.
         null_block: block 0; stands for "no KV here" in a block table.
+        colder_tiers: who is told of cached blocks that are taken anew, before they lose their keys; None for
+            nobody. Set it before the pool is used.
         num_evictions: how many keys blocks have lost, to reuse, eviction, a reset or a move; only grows.
 
     Not thread-safe: one scheduler thread calls it. Pools compare by identity.

@@ -1,8 +1,11 @@
 """The hooks through which a pool lets itself be watched."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.ids import BlockHash
 
 
 class BlockObserver(Protocol):
@@ -20,3 +23,36 @@ class BlockObserver(Protocol):
     def on_block_evicted(self, block: KVCacheBlock) -> None: ...
 
     def reset(self) -> None: ...
+
+
+class ColderTiers(Protocol):
+    """Where the content of cached blocks goes on when they are taken anew: `BlockPool.colder_tiers`.
+
+    Hooks must not raise nor call back into the pool.
+    """
+
+    def on_blocks_cached(
+        self,
+        request: CacheableRequest,
+        blocks: Sequence[KVCacheBlock],
+        hashes: Sequence[BlockHash],
+        num_cached_blocks: int,
+        block_size: int,
+        group_id: int,
+    ) -> None:
+        """These blocks can be hit now by these hashes, one each; null blocks are among them and can not.
+
+        Args:
+            num_cached_blocks: blocks of the request before the first of these.
+            block_size: tokens per block of this group.
+        """
+
+    def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """These blocks are being taken anew, and lose the keys that they have now.
+
+        Their bytes stay until whoever takes them writes. What is evicted for another reason, such as
+        content that is wrong, is not among them.
+        """
+
+    def on_cache_reset(self) -> None:
+        """The prefix cache was reset, as after a change of weights: what was stored before is void."""

@@ -9,7 +9,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue, link
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.observer import BlockObserver, ColderTiers
 from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, evict_all, raise_typed, rekey
 from kv_pool.errors import (
     CorruptedPoolError,
@@ -110,6 +110,7 @@ class BlockPoolCore(PrefixCache):
             block.prev_free_block = None
             block.next_free_block = None
             block.ref_cnt = 1
+            block.generation += 1
             if block._block_hash is not None:
                 any_cached = True
             taken.append(block)
@@ -118,6 +119,8 @@ class BlockPoolCore(PrefixCache):
         head.next_free_block = block
         block.prev_free_block = head
         queue.num_free_blocks -= num_blocks
+        if any_cached and self.colder_tiers is not None:
+            self._tell_tiers(taken, self.colder_tiers)
         if self.metrics_collector is not None:
             self._tell_observer(taken, self.metrics_collector)
         elif any_cached and self.enable_caching:
@@ -167,9 +170,12 @@ class BlockPoolCore(PrefixCache):
             after.prev_free_block = before
             block.prev_free_block = None
             block.next_free_block = None
+            block.generation += 1
             if block._block_hash is not None:
                 any_cached = True
         self.free_block_queue.num_free_blocks -= len(listed)
+        if any_cached and self.colder_tiers is not None:
+            self._tell_tiers(listed, self.colder_tiers)
         if self.metrics_collector is not None:
             self._tell_observer(listed, self.metrics_collector)
         elif any_cached and self.enable_caching:
@@ -214,6 +220,11 @@ class BlockPoolCore(PrefixCache):
                 evict(self, block)
             block.ref_cnt = 1
             observer.on_block_allocated(block)
+
+    def _tell_tiers(self, taken: list[KVCacheBlock], tiers: ColderTiers) -> None:
+        """Say which of these blocks lose content that could be hit; they still have their keys."""
+        if self.enable_caching:
+            tiers.on_blocks_reused([block for block in taken if block._block_hash is not None])
 
     def _tell_watchers_of_next(self, num_blocks: int) -> None:
         """Call, once and in order, whoever waits for the next `num_blocks` free blocks to be reused.
@@ -495,6 +506,8 @@ class BlockPoolCore(PrefixCache):
             self.metrics_collector.reset()
         if self.enable_kv_cache_events:
             self.kv_event_queue.append(self._cleared_type())
+        if self.colder_tiers is not None:
+            self.colder_tiers.on_cache_reset()
         return True
 
     # ---- other ids, other sizes ------------------------------------------------------------------

@@ -26,7 +26,7 @@ from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, has_extra
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.mode import COMPILED
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.observer import BlockObserver, ColderTiers
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
@@ -63,6 +63,7 @@ class PrefixCache:
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
+        self.colder_tiers: ColderTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
         self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
@@ -273,6 +274,10 @@ class PrefixCache:
             self.kv_event_queue.append(event)
         elif dense_events is not None:
             self.kv_event_queue.extend(dense_events)
+        if self.colder_tiers is not None:
+            self.colder_tiers.on_blocks_cached(
+                request, range_blocks, hashes, num_cached_blocks, block_size, kv_cache_group_id
+            )
 
     def _hashes_of(self, request: CacheableRequest, first: int, end: int, block_size: int) -> list[BlockHash]:
         """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
