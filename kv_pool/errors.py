@@ -19,6 +19,16 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `PlanClosedError` | `RuntimeError` | a swap plan that was committed or aborted before |
+| `LayoutMismatchError` | as `InvalidArgumentError` | blocks that mean something else elsewhere |
+| `MigrationError` | `RuntimeError` | blocks that could not be migrated; the source still has them |
+| `PeerUnavailableError` | `ConnectionError`, as `MigrationError` | a node that does not answer |
+| `PeerAuthenticationError` | `PermissionError`, as above | a node that does not know the secret |
+| `TransferFailedError` | as `MigrationError` | bytes that did not arrive, or not as they were sent |
+| `StaleTransferError` | as `MigrationError` | a lease that has ended, or blocks that were taken anew |
+| `MigrationInDoubtError` | as `MigrationError` | a move that its source has not confirmed |
+| `MigrationCancelledError` | as `MigrationError` | a migration that somebody cancelled |
+| `TierError` | `OSError` | a tier's folder or file that cannot be used |
+| `PoolDumpError` | `ValueError` | a dumped pool that cannot be loaded |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
@@ -93,6 +103,57 @@ class CopyFailedError(KVPoolError, RuntimeError):
 
 class PlanClosedError(KVPoolError, RuntimeError):
     """A swap plan was committed or aborted before; each is closed once. Nothing has changed."""
+
+
+class LayoutMismatchError(InvalidArgumentError):
+    """Blocks here and there differ in what their bytes or hashes mean; says in what. Nothing was moved."""
+
+
+class MigrationError(KVPoolError, RuntimeError):
+    """Blocks were not migrated. The source still holds what it held; the target has kept nothing."""
+
+
+class PeerUnavailableError(MigrationError, ConnectionError):
+    """A node that is unknown, does not listen, has gone, or does not answer in time."""
+
+
+class PeerAuthenticationError(PeerUnavailableError, PermissionError):
+    """The other side does not know the shared secret, or has sent what it did not sign."""
+
+
+class TransferFailedError(MigrationError):
+    """The bytes of blocks did not arrive, or not as they were sent.
+
+    Attributes:
+        is_settled: nothing is written into the target's blocks any more; if not, they are quarantined.
+    """
+
+    def __init__(self, message: str, is_settled: bool = True) -> None:
+        super().__init__(message)
+        self.is_settled = is_settled
+
+
+class StaleTransferError(MigrationError):
+    """The lease of a transfer has ended, or a block was taken anew since it was named."""
+
+
+class MigrationInDoubtError(MigrationError):
+    """The blocks have arrived, but the source has not said that it gave them up: they may be in use there.
+
+    The target keeps them aside until the source has answered.
+    """
+
+
+class MigrationCancelledError(MigrationError):
+    """Somebody cancelled it. The source still holds the blocks."""
+
+
+class TierError(KVPoolError, OSError):
+    """A tier whose folder or file cannot be used: somebody has it open, another layout, a full disk."""
+
+
+class PoolDumpError(KVPoolError, ValueError):
+    """A file that is no dumped pool, is damaged, or does not fit this pool. The pool has not changed."""
 
 
 class TraceError(KVPoolError, ValueError):

@@ -17,13 +17,14 @@ LAYERS = {
     "storage": 2,
     "metrics": 2,
     "manager": 3,
-    "migration": 3,
     "protocol": 3,
-    "adapter": 4,
-    "replay": 4,
-    "control": 5,
-    "cli": 6,
-    "integrations": 6,
+    "migration": 4,
+    "tiers": 4,
+    "adapter": 5,
+    "replay": 5,
+    "control": 6,
+    "cli": 7,
+    "integrations": 7,
 }
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "base"}
 KEPT_OUT_OF_CORE = {"torch", "zmq", "time", "io", "pathlib"}
