@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from kv_pool import errors
+import kv_pool.errors as errors
 from kv_pool.errors import KVPoolError, MigrationError
 from kv_pool.migration.messages import CallFailed
 
