@@ -57,9 +57,10 @@ def main():
     kind, *numbers = sys.argv[1:]
     num_blocks, block_bytes, seed = map(int, numbers)
     sys.path.insert(0, str(Path(__file__).parents[2]))
+    from migration.backends.made_links import BACKENDS, make_rows
+
     from kv_pool.migration.call_server import CallServer
     from kv_pool.migration.messages import DescribeNode
-    from migration.backends.made_links import BACKENDS, make_rows
 
     storage = make_rows(num_blocks, [block_bytes], 0, "x")
     storage.segments.owners[0][:] = make_bytes(num_blocks, block_bytes, seed).reshape(-1)

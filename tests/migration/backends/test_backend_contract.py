@@ -1,18 +1,10 @@
-"""What every backend promises, see `transfer_backend.py`. Sources in other processes: test_two_processes.py."""
+"""What every backend promises, see `transfer_backend.py`; with other processes in test_two_processes.py."""
 
 import random
 import threading
 import time
 
 import pytest
-
-from kv_pool.errors import (
-    InvalidBlockError,
-    MigrationError,
-    PeerUnavailableError,
-    StaleTransferError,
-    TransferFailedError,
-)
 from migration.backends.made_links import (
     ALL_BACKENDS,
     LAYOUT_PAIRS,
@@ -24,6 +16,14 @@ from migration.backends.made_links import (
     make_link,
     make_rows,
     read_all,
+)
+
+from kv_pool.errors import (
+    InvalidBlockError,
+    MigrationError,
+    PeerUnavailableError,
+    StaleTransferError,
+    TransferFailedError,
 )
 
 __all__ = ["make_link"]

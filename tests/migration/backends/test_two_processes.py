@@ -4,10 +4,10 @@ import time
 
 import numpy as np
 import pytest
-
-from kv_pool.errors import PeerUnavailableError, TransferFailedError
 from migration.backends.made_links import BACKENDS, REMOTE_BACKENDS, TRANSFER_ID, make_rows
 from migration.backends.source_process import SECRET, SourceProcess
+
+from kv_pool.errors import PeerUnavailableError, TransferFailedError
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 IDS = list(range(NUM_BLOCKS))
@@ -103,7 +103,7 @@ def test_a_source_that_was_gone_before_is_not_opened(kind, make_source, make_tar
     source = make_source(kind)
     target = make_target(kind, source)
     source.kill()
-    with pytest.raises(PeerUnavailableError, match="source|127.0.0.1"):
+    with pytest.raises(PeerUnavailableError, match=r"source|127\.0\.0\.1"):
         target.open("source", source.description)
 
 
