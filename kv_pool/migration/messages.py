@@ -191,6 +191,7 @@ class PullOutcome(Message, frozen=True):
 
     phase: str
     num_blocks: int = 0
+    num_present_blocks: int = 0
     num_done_blocks: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0

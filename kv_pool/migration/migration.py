@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from kv_pool.errors import MigrationCancelledError
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import Subject, describe_subject
 from kv_pool.migration.target import Pull, PullCounts
@@ -103,6 +104,11 @@ class Migration(ABC):
         assert not is_over
         raise TimeoutError(f"migration {self.migration_id} is {phase.value} after {timeout_s} s")
 
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Has it ended by then, well or not?"""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.phase.is_ended, timeout_s)
+
     def note_change(self) -> None:
         """Wake whoever waits. Called by the migrator."""
         with self._changed:
@@ -168,6 +174,10 @@ class OutgoingMigration(Migration):
 
     Args:
         cancel: takes the blocks back; False if the target has them.
+        is_push: this node has asked for it, and hears from the target how it goes.
+
+    Attributes:
+        woken: set when it has ended.
     """
 
     direction = "out"
@@ -180,9 +190,11 @@ class OutgoingMigration(Migration):
         is_move: bool,
         phase: MigrationPhase,
         cancel: Callable[[], bool],
+        is_push: bool,
     ) -> None:
         super().__init__(transfer_id, peer, subject, is_move)
         self._phase = phase
+        self._is_push = is_push
         self._counts = PullCounts()
         self._error: Exception | None = None
         self._new_ids: list[int] = []
@@ -220,6 +232,13 @@ class OutgoingMigration(Migration):
         with self._changed:
             if not self._phase.is_ended:
                 self._counts = counts
+
+    def note_cancelled(self, reason: str) -> None:
+        """The blocks are back before they were acknowledged; the target will say why, if it was asked to pull."""
+        if not self._is_push:
+            why = f": {reason}" if reason else ""
+            error = MigrationCancelledError(f"the blocks were taken back{why}")
+            self.end(MigrationPhase.CANCELLED, [], error)
 
     def end(self, phase: MigrationPhase, new_ids: list[int], error: Exception | None) -> bool:
         """It is over. False, with nothing changed, if it was before."""

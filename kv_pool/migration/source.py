@@ -37,9 +37,8 @@ MAX_REMEMBERED = 65_536
 
 
 class TransferState(Enum):
-    """See the picture above."""
+    """What became of a transfer; see the picture above."""
 
-    PREPARED = "prepared"
     ACKNOWLEDGED = "acknowledged"
     EXPIRED = "expired"
     CANCELLED = "cancelled"
@@ -60,7 +59,6 @@ class Transfer:
     lease: Lease | None
     positions: dict[int, int]
     deadline: float
-    state: TransferState = TransferState.PREPARED
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,12 @@ class Outcome:
 
     Attributes:
         new_ids: of its blocks at the target, if it was acknowledged.
+        reason: why it was cancelled, if anybody said so.
     """
 
     state: TransferState
-    is_move: bool = False
     new_ids: tuple[int, ...] = ()
+    reason: str = ""
 
 
 class SourceTransfers:
@@ -184,7 +183,7 @@ class SourceTransfers:
                 self._site.release(
                     transfer.message.subject, transfer.selection, transfer.message.target, message.new_ids
                 )
-            self._end(message.transfer_id, transfer, TransferState.ACKNOWLEDGED, tuple(message.new_ids))
+            self._end(transfer, Outcome(TransferState.ACKNOWLEDGED, tuple(message.new_ids)))
         self._on_change(transfer)
         return Acknowledged()
 
@@ -196,9 +195,11 @@ class SourceTransfers:
             transfer = self._lent.get(message.transfer_id)
             if transfer is None:
                 if message.transfer_id not in self._broken_off:
-                    self._remember(message.transfer_id, Outcome(TransferState.CANCELLED))
+                    self._remember(
+                        message.transfer_id, Outcome(TransferState.CANCELLED, reason=message.reason)
+                    )
                 return Cancelled()
-            self._end_unacknowledged(message.transfer_id, transfer, TransferState.CANCELLED)
+            self._end_unacknowledged(transfer, Outcome(TransferState.CANCELLED, reason=message.reason))
         self._on_change(transfer)
         return Cancelled()
 
@@ -307,28 +308,22 @@ class SourceTransfers:
         transfer.deadline = deadline
 
     def _end_overdue(self) -> list[Transfer]:
-        overdue = [
-            (transfer_id, transfer)
-            for transfer_id, transfer in self._lent.items()
-            if self._is_overdue(transfer)
-        ]
-        for transfer_id, transfer in overdue:
-            self._end_unacknowledged(transfer_id, transfer, TransferState.EXPIRED)
-        return [transfer for _, transfer in overdue]
+        overdue = [transfer for transfer in self._lent.values() if self._is_overdue(transfer)]
+        for transfer in overdue:
+            self._end_unacknowledged(transfer, Outcome(TransferState.EXPIRED))
+        return overdue
 
-    def _end_unacknowledged(self, transfer_id: bytes, transfer: Transfer, state: TransferState) -> None:
+    def _end_unacknowledged(self, transfer: Transfer, outcome: Outcome) -> None:
         if transfer.message.is_move:
             self._site.thaw(transfer.message.subject)
-        self._end(transfer_id, transfer, state, ())
+        self._end(transfer, outcome)
 
-    def _end(
-        self, transfer_id: bytes, transfer: Transfer, state: TransferState, new_ids: tuple[int, ...]
-    ) -> None:
+    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+        transfer_id = transfer.message.transfer_id
         del self._lent[transfer_id]
         if transfer.lease is not None and transfer.lease.state is LeaseState.ACTIVE:
             transfer.lease.give_back()
-        transfer.state = state
-        self._remember(transfer_id, Outcome(state, transfer.message.is_move, new_ids))
+        self._remember(transfer_id, outcome)
 
     def _remember(self, transfer_id: bytes, outcome: Outcome) -> None:
         is_acknowledged = outcome.state is TransferState.ACKNOWLEDGED

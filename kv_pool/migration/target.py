@@ -207,6 +207,14 @@ class Pull:
         self._adopt()
         return self.phase is MigrationPhase.DONE
 
+    def give_up_doubt(self) -> bool:
+        """Ask no more, and do not take the subject over: the source may go on with it. False if not in doubt."""
+        with self._ending:
+            if self.phase is not MigrationPhase.IN_DOUBT or self.error is None:
+                return False
+            self._leave(self.error)
+            return True
+
     # ---- the way ---------------------------------------------------------------------------------
 
     def run(self) -> None:
