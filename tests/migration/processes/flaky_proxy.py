@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Faults:
-    """What may befall a chunk of bytes: shares, 0 to 1."""
+    """What may befall a chunk of bytes: shares, 0 to 1. Large chunks are bytes of blocks, mostly."""
 
     corrupt: float = 0.0
+    corrupt_blocks: float = 0.0
     swallow: float = 0.0
     cut: float = 0.0
     delay: float = 0.0
@@ -106,7 +107,7 @@ class FlakyProxy:
                 return None
             if draw() < faults.swallow:
                 return b""
-            if draw() < faults.corrupt:
+            if draw() < (faults.corrupt_blocks if len(data) > 4096 else faults.corrupt):
                 data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             is_late = draw() < faults.delay
         if is_late:

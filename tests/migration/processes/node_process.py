@@ -13,7 +13,7 @@ from kv_pool.migration.peers import Peers
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 SECRET = b"known to both processes"
-BLOCK_BYTES = 4096
+BLOCK_BYTES = 16384
 
 
 def make_backend(kind, storage, lease_s):
