@@ -40,8 +40,8 @@ class ScaledFormat:
 
     A scale is the largest finite magnitude of its group over `codes.largest`, as a bfloat16, rounded up: 2
     bytes that reach as far as a float32, by which it is up to 1/128 larger than it needs to be. A group whose
-    largest magnitude is below 1e-42 is all zeros. NaN and the infinities come back as they are, and count in no
-    scale.
+    largest magnitude is below 1e-42 may be all zeros. NaN and the infinities come back as they are, and count
+    in no scale.
     """
 
     def __init__(self, name: str, axes: BlockAxes, codes: Codes, key_group: str, value_group: str) -> None:
