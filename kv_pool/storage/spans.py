@@ -15,7 +15,8 @@ from kv_pool.storage.segments import IntArray, SegmentTable
 class HostSpans:
     """The bytes of a segment table in host memory, as memoryviews that read and write them in place.
 
-    Views keep the memory alive as the table does. Making one costs microseconds a row, whatever the number of blocks.
+    Views keep the memory alive as the table does. Making one of these costs microseconds a row, whatever the
+    number of blocks.
     """
 
     def __init__(self, table: SegmentTable) -> None:
