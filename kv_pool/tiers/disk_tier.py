@@ -85,6 +85,7 @@ class DiskTier(Tier):
         self._counts.block_bytes = self._encoded_bytes
         self._buffer = RowBuffer(layout.block_bytes, layout.block_format)
         self._encoded = RowBuffer(self._encoded_bytes, "encoded")
+        self.batch_blocks = self._buffer.num_blocks
         self._use = 0
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
@@ -148,6 +149,22 @@ class DiskTier(Tier):
         self._counts.num_read += len(found)
         self.drop_unreadable(failed)
         return TierRead(found, self._buffer.storage, range(len(found)), failed)
+
+    def load(
+        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[int]
+    ) -> list[BlockHashWithGroupId]:
+        rows = None if storage is None or self._format is not None else view_rows(storage)
+        if rows is None:
+            return super().load(keys, storage, block_ids)
+        # From the file to where they belong, without a buffer in between.
+        failed = [
+            key
+            for key, block_id in zip(keys, block_ids, strict=True)
+            if not self._read_row(key, self._slots.slot_of[key], rows[block_id])
+        ]
+        self._counts.num_read += len(keys) - len(failed)
+        self.drop_unreadable(failed)
+        return failed
 
     def get_slot(self, key: BlockHashWithGroupId) -> int:
         """Where it has a block that it has."""

@@ -46,6 +46,7 @@ class HostTier(Tier):
             self._encoded: ByteRows = np.empty((0, 0), np.uint8)
         else:
             self._counts.block_bytes = self._format.encoded_bytes
+            self.batch_blocks = self._buffer.num_blocks
             self._encoded = np.empty((capacity, self._format.encoded_bytes), np.uint8)
 
     def put(
