@@ -72,7 +72,7 @@ def check(pool):
         num_pinned += info.is_pinned
     assert num_pinned == pool.num_pinned_blocks
     assert pool.get_free_blocks() == pool.total_blocks - len(references)
-    assert len(pool._later_holders) == sum(len(sharing) > 1 for sharing in references.values())
+    assert len(pool.holdings.later_holders) == sum(len(sharing) > 1 for sharing in references.values())
 
 
 def fill(pool):
@@ -83,14 +83,14 @@ def fill(pool):
 
 
 def write(pool, block_id, number):
-    pool._storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+    pool.storage.write_block(block_id, bytes([number]) * pool.block_bytes)
 
 
 def read(pool, sequence_id):
     """The numbers in a sequence's blocks."""
     numbers = []
     for block_id in pool.blocks_of(sequence_id):
-        data = pool._storage.read_block(block_id)
+        data = pool.storage.read_block(block_id)
         assert len(set(data)) == 1, "half of a block is another one's"
         numbers.append(data[0])
     return numbers
