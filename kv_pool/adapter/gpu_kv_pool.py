@@ -99,6 +99,9 @@ class GPUKVPool(KVPoolProtocol):
     Attributes:
         block_pool: the pool underneath, for its prefix cache and its invariants. Blocks that are taken there
             are nobody's here, and never move. Calls on it are not locked.
+        lock: held during each call, reentrant; for whoever needs several calls to be one.
+        storage: as given.
+        holdings, placement: of use to what else belongs to the adapter, with the lock held.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -262,8 +265,8 @@ class GPUKVPool(KVPoolProtocol):
         """
         with self.lock:
             parent = self.holdings.find_usable(parent_id)
-            check_sequence_id(child_id)
             self.holdings.check_usable(child_id)
+            check_sequence_id(child_id)
             if child_id in self._holders:
                 raise InvalidArgumentError(
                     f"sequence {child_id} holds blocks already; fork() makes a new one"
@@ -344,10 +347,10 @@ class GPUKVPool(KVPoolProtocol):
             InvalidArgumentError: it holds blocks already, or there is no such priority.
         """
         with self.lock:
+            self.holdings.check_usable(sequence_id)
             if sequence_id in self._holders:
                 raise InvalidArgumentError(f"sequence {sequence_id} holds blocks; a prefix comes first")
             check_sequence_id(sequence_id)
-            self.holdings.check_usable(sequence_id)
             check_priority(priority)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             self._num_looked_up_blocks += len(block_hashes)
@@ -638,6 +641,10 @@ class GPUKVPool(KVPoolProtocol):
             InvalidArgumentError: this pool, or a connected one, has such a device id. Nothing has changed.
         """
         self._routes.attach(migrator, devices)
+
+    def get_attached_node(self, device_id: int) -> str:
+        """The name of the node that was attached as this device. Raises UnknownDeviceError for none."""
+        return self._routes.get_node(device_id)
 
     def migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> list[int]:
         """Move blocks with their bytes to a connected pool, or node; their sequences hold them there.

@@ -15,6 +15,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import (
+    FrozenSequenceError,
     InvalidArgumentError,
     InvalidBlockError,
     PinnedBlockError,
@@ -144,6 +145,8 @@ class GPUKVPoolSite(MigrationSite):
         drops = self._find_drops(subject)
         for holder, _ in drops:
             self._holdings.check_usable(holder.sequence_id)
+        if subject in self._frozen:  # no blocks at all, twice
+            raise FrozenSequenceError("nothing is being moved already, and can not be moved twice at a time")
         self._frozen[subject] = drops
         for holder, _ in drops:
             self._holdings.barred[holder.sequence_id] = "is being moved to another node"
@@ -175,6 +178,12 @@ class GPUKVPoolSite(MigrationSite):
         with self.lock:
             self._records[sequence_id] = []
             return self._records[sequence_id]
+
+    def forget_record(self, sequence_id: int, record: list[int]) -> None:
+        """Nobody looks at this list any more."""
+        with self.lock:
+            if self._records.get(sequence_id) is record:
+                del self._records[sequence_id]
 
     # ---- the target ------------------------------------------------------------------------------
 
