@@ -173,8 +173,9 @@ def main() -> None:
     if options.quick:
         options.total_mib, options.block_kib, options.runs = 8, [64, 256], 2
     print(
-        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, {find_cpu_model()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, {options.total_mib} MiB each"
+        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, "
+        f"{find_cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, "
+        f"{options.total_mib} MiB each"
     )
     print(
         f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s   share of raw (lowest-highest)"
