@@ -43,14 +43,11 @@ from kv_pool.protocol import (
 )
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
-    from kv_pool.migration.migrator import Migrator
-=======
     from os import PathLike
 
     from kv_pool.events.resident_state import ResidentState
+    from kv_pool.migration.migrator import Migrator
     from kv_pool.storage.block_layout import BlockLayout
->>>>>>> transport
     from kv_pool.storage.block_storage import BlockStorage
     from kv_pool.tiers.dump.dump_reader import PoolDumpHeader
     from kv_pool.tiers.pool_dump import LoadedPool
