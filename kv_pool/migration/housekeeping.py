@@ -28,7 +28,7 @@ class Housekeeping:
     | leases of this site's blocks that are over are ended, or quarantined | at each tick |
     | blocks in quarantine are given back | once their reader says that nothing is written any more |
     | the source of a pull that reads is told that we are alive | every third of a lease |
-    | the source of a move that is in doubt is asked again | after 1/30 of a lease, then half as often each time |
+    | the source of a move that is in doubt is asked again | after 1/30 of a lease, then 1/15, and so on |
 
     Args:
         lease_s, clock: the node's.

@@ -135,7 +135,8 @@ class Push:
         reply = self._source.cancel(CancelTransfer(self._message.pull_id, str(error)[:200]))
         if reply.is_acknowledged and isinstance(error, PeerUnavailableError):
             # Nobody heard how it went, but it went well.
-            self._end(MigrationPhase.DONE, self.migration.new_ids, None)
+            outcome = self._source.find_outcome(self._message.pull_id)
+            self._end(MigrationPhase.DONE, [] if outcome is None else list(outcome.new_ids), None)
             return
         is_wanted = isinstance(error, MigrationCancelledError)
         self._end(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)

@@ -1,4 +1,4 @@
-"""A node in a process of its own: an engine with a pool, driven over one pipe, telling of phases over another."""
+"""A node in a process of its own, with its engine: driven over one pipe, it tells of phases over another."""
 
 import threading
 
@@ -25,7 +25,7 @@ def make_backend(kind, storage, lease_s):
 
 
 class NodeProcess:
-    """Carries out commands: a method's name and its arguments; replies are (True, result) or (False, error)."""
+    """Carries out commands, a method's name and its arguments; replies (True, result) or (False, error)."""
 
     def __init__(self, events, name, peers, lease_s, num_blocks, backend):
         self.events = events
@@ -51,7 +51,8 @@ class NodeProcess:
     def tell(self, status):
         """What the migrator calls at each change; stops there if it was told to, until it may go on."""
         place = (status.direction, status.phase.value)
-        left = self.pauses.get(place)
+        is_companion = status.subject.startswith("sequence c")
+        left = None if is_companion else self.pauses.get(place)
         is_paused = left == 1
         if left is not None:
             self.pauses[place] = left - 1

@@ -1,4 +1,4 @@
-"""`Rig`: two nodes in processes of their own, a flaky network between them, and what must be true at the end."""
+"""`Rig`: two nodes in processes of their own, a flaky network between them, and what must be true then."""
 
 import multiprocessing
 import os
@@ -154,7 +154,8 @@ class Schedule:
         what = f"{'move' if self.is_move else 'copy'} of a {self.kind} {self.source}->{self.target}"
         how = f"{'pushed' if self.is_push else 'fetched'}{', slowly' if self.is_slow else ''}"
         return (
-            f"seed {self.seed}: {what}, {how}; {self.fault} {'' if self.faults is NO_FAULTS else self.faults} "
+            f"seed {self.seed}: {what}, {how}; {self.fault} "
+            f"{self.faults if self.fault == 'network' else ''} "
             f"victim {self.victim} at {self.step} {self.count}, {len(self.companions)} beside it; "
             f"{'; '.join(self.log)}"
         )
@@ -338,7 +339,7 @@ class Schedule:
             assert readable, "nothing happens"
             has_ended = False
             for events in readable:
-                direction, phase, found_id, is_paused = events.recv()
+                _, phase, found_id, is_paused = events.recv()
                 if is_paused and events is at.events:
                     return True
                 is_starters = events is starter.events and found_id == migration_id
