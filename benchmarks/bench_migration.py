@@ -48,7 +48,13 @@ class BenchNode:
     def __init__(self, name: str, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
         # One layer, K and V beside each other: a block lies in one piece.
         self.storage = KVStorage.allocate(
-            num_blocks + 1, BLOCK_SIZE, 1, block_bytes // (2 * BLOCK_SIZE * 2 * 64), 64, "float16", layout="L|B2NHD"
+            num_blocks + 1,
+            BLOCK_SIZE,
+            1,
+            block_bytes // (2 * BLOCK_SIZE * 2 * 64),
+            64,
+            "float16",
+            layout="L|B2NHD",
         )
         for tensor in self.storage.tensors:
             tensor.view(np.uint16)[...] = 1 + np.arange(tensor.shape[0], dtype=np.uint16).reshape(
@@ -167,10 +173,13 @@ def main() -> None:
     if options.quick:
         options.total_mib, options.block_kib, options.runs = 8, [64, 256], 2
     print(
-        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, {find_cpu_model()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, {options.total_mib} MiB each"
+        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, "
+        f"{find_cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, "
+        f"{options.total_mib} MiB each"
     )
-    print(f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s   share of raw (lowest-highest)")
+    print(
+        f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s   share of raw (lowest-highest)"
+    )
     rows = []
     for block_kib in options.block_kib:
         for scattered in (False, True):

@@ -19,6 +19,7 @@ PATIENCE_S = 30.0
 TARGET_STEPS = ["preparing", "reading", "inserting", "acknowledging", "done"]
 SOURCE_STEPS = ["lent", "acknowledged"]
 """`lent` and `acknowledged`: before the reply goes out."""
+FAULT_KINDS = ("none", "network", "network", "kill", "kill", "kill", "stop", "stop", "cancel", "cut")
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -75,8 +76,9 @@ class NodeError(AssertionError):
 class Rig:
     """Two nodes, `a` and `b`, each reached by the other through a proxy."""
 
-    def __init__(self, backend="tcp", lease_s=LEASE_S):
+    def __init__(self, backend="tcp", lease_s=LEASE_S, fault_kinds=FAULT_KINDS):
         self.backend = backend
+        self.fault_kinds = fault_kinds
         self.lease_s = lease_s
         self.proxies = {name: FlakyProxy(name) for name in "ab"}
         self.nodes = {}
@@ -125,9 +127,7 @@ class Schedule:
         self.token_ids = [first + position for position in range(draw.randint(1, 60))]
         if draw.random() < 0.2:
             self.token_ids = [*range(8), *self.token_ids]  # a head that may be there already
-        self.fault = draw.choice(
-            ["none", "network", "network", "kill", "kill", "kill", "stop", "stop", "cancel", "cut"]
-        )
+        self.fault = draw.choice(rig.fault_kinds)
         if self.fault == "network":
             self.faults = Faults(
                 corrupt=draw.choice([0.0, 0.01, 0.05]),
