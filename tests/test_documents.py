@@ -15,6 +15,7 @@ from kv_pool.events import KVEventBatch, PublisherConfig, decode_batch, encode_b
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
+TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
 MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
 MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -33,6 +34,8 @@ SHOWN = [
     "kv_pool.manager.request",
     "kv_pool.storage.kv_storage",
     "kv_pool.tiers.formats.make_format",
+    "kv_pool.tiers.tier",
+    "kv_pool.tiers.tiered_cache",
 ]
 
 
@@ -109,6 +112,14 @@ def test_the_guide_for_schedulers_prints_what_it_says():
     assert told.stdout == output
 
 
+def test_the_guide_to_tiers_prints_what_it_says():
+    """One program from the first line to the last."""
+    code = "".join(re.findall(r"```python\n(.*?)```", TIERS_README, re.DOTALL))
+    output = "".join(re.findall(r"```\n\n```text\n(.*?)```", TIERS_README, re.DOTALL))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_the_guide_to_migration_prints_what_it_says():
     """One program, with a backend of its own in it."""
     code = "".join(re.findall(r"```python\n(.*?)```", MIGRATION_README, re.DOTALL))
@@ -130,6 +141,7 @@ def test_links_in_the_documents_lead_somewhere():
         ROOT / "kv_pool" / "events" / "README.md",
         ROOT / "kv_pool" / "integrations" / "README.md",
         ROOT / "kv_pool" / "manager" / "README.md",
+        ROOT / "kv_pool" / "tiers" / "README.md",
         ROOT / "kv_pool" / "migration" / "README.md",
         ROOT / "benchmarks" / "README.md",
     ):
