@@ -169,6 +169,9 @@ class TcpReader(BlockReader):
     def is_settled(self) -> bool:
         return True
 
+    def is_usable(self) -> bool:
+        return self._channel.is_quiet()
+
     def close(self) -> None:
         self._channel.close()
 
