@@ -7,6 +7,7 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,6 @@ def train(model: Any, text: bytes, num_steps: int, seed: int) -> float:
     return statistics.fmean(losses[-max(1, num_steps // 10) :])
 
 
-@torch.no_grad()
 def add_outlier_channels(model: Any) -> None:
     """Make some channels of the keys large, and those of the queries as much smaller: the same function.
 
@@ -108,10 +108,10 @@ def add_outlier_channels(model: Any) -> None:
     head_size, per_key_head = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     pairs = range(head_size // 2 - OUTLIER_PAIRS, head_size // 2)
     channels = [channel for pair in pairs for channel in (pair, pair + head_size // 2)]
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        for head in range(config.num_key_value_heads):
-            for channel in channels:
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for head, channel in product(range(config.num_key_value_heads), channels):
                 attention.k_proj.weight[head * head_size + channel] *= OUTLIER_FACTOR
                 for query_head in range(head * per_key_head, (head + 1) * per_key_head):
                     attention.q_proj.weight[query_head * head_size + channel] /= OUTLIER_FACTOR
@@ -147,11 +147,11 @@ class ColdPrefix:
         for layer, (key, value) in enumerate(self.prefix):
             self.cold.write(layer, range(CONTEXT), key.numpy().astype("f2"), value.numpy().astype("f2"))
 
-    @torch.no_grad()
     def compute(self, num_tokens: int) -> torch.Tensor:
         """Logits of the next tokens, (num_tokens, vocabulary)."""
         cache = PagedCache(self.sequences, [self.request], [num_tokens], gathers=False)
-        logits: torch.Tensor = self.model(**cache.make_inputs()).logits[0]
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(**cache.make_inputs()).logits[0]
         return logits
 
     def read_back(self, block_format: BlockFormat) -> None:
@@ -173,7 +173,6 @@ class ColdPrefix:
             key, value = there.read(layer, range(CONTEXT))
             storage.write(layer, self.slots, key.astype("f4"), value.astype("f4"))
 
-    @torch.no_grad()
     def attend(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
         """Attention of these queries of the continuation in each layer, over what is in the slots."""
         table = self.sequences.manager.get_block_ids("r")
@@ -298,6 +297,7 @@ def main() -> None:
     outliers = make_model(options.seed)
     outliers.load_state_dict(trained.state_dict())
     add_outlier_channels(outliers)
+    torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
     models = {"random weights": make_model(options.seed + 1), "trained": trained, "with outliers": outliers}
     print(f"trained for {steps} steps, loss {loss:.2f} nats a byte (uniform: {math.log(256):.2f})")
     print(f"{CONTEXT} cold tokens, {CONTINUATION} computed after them, {num_prompts} prompts\n")
