@@ -175,9 +175,13 @@ def test_the_report_names_its_settings(trace):
         "groups": "full",
         "watermark": 0.0,
         "host_blocks": 0,
+        "host_tier": 0,
+        "disk_tier": 0,
+        "tier_write": "back",
         "block_bytes": 0,
         "preemption": "cost",
         "copy_bytes_per_s": 25e9,
+        "disk_bytes_per_s": 5e9,
         "keep_session_s": 0.0,
         "keep_prefix_tokens": 0,
     }
