@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kv_pool.errors import PeerUnavailableError, StaleTransferError
+from kv_pool.migration.channel import Channel
 from kv_pool.storage.block_storage import BlockStorage
+
+FindLent = Callable[[bytes, Sequence[int]], object]
+"""Raises StaleTransferError unless the transfer of this id lends all these blocks, and has since it began."""
+
+FindAddress = Callable[[str], str]
+"""host:port of the node of this name; raises PeerUnavailableError for one that is not known."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,37 @@ class TransferBackend(ABC):
 
     Attributes:
         name: by which both sides know it, such as `tcp`.
+        node_name, find_lent, find_address, secret: see `attach`.
     """
 
     name: ClassVar[str]
 
     def __init__(self, storage: BlockStorage) -> None:
         self.storage = storage
+        self.node_name = ""
+        self.find_lent: FindLent = _lend_nothing
+        self.find_address: FindAddress = _know_nobody
+        self.secret = b""
+
+    def attach(
+        self, node_name: str, find_lent: FindLent, find_address: FindAddress, secret: bytes = b""
+    ) -> None:
+        """Make it a backend of this node; called once, before anything else.
+
+        Args:
+            find_lent: asked before and after each piece of blocks is handed out, by backends that do that
+                themselves. Called from any thread.
+            find_address: asked by backends that connect by themselves.
+            secret: the nodes'; b"" for a node that only knows others of its own process.
+        """
+        self.node_name = node_name
+        self.find_lent = find_lent
+        self.find_address = find_address
+        self.secret = secret
+
+    def get_bulk_handler(self) -> Callable[[Channel, str], None] | None:
+        """What serves this backend's readers over the node's own port; None if they do not come that way."""
+        return None
 
     @abstractmethod
     def describe(self) -> bytes:
@@ -82,3 +115,11 @@ class TransferBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Serve no more reads, and free what the backend holds. Readers are closed before."""
+
+
+def _lend_nothing(transfer_id: bytes, block_ids: Sequence[int]) -> None:
+    raise StaleTransferError("this backend has no node yet, so it lends nothing; see TransferBackend.attach")
+
+
+def _know_nobody(peer_name: str) -> str:
+    raise PeerUnavailableError(f"this backend has no node yet, so {peer_name!r} is not known")

@@ -1,0 +1,100 @@
+"""`InProcessBackend`: blocks of another pool of this process, copied directly."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kv_pool.errors import CopyFailedError, PeerUnavailableError, TransferFailedError
+from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.storage.segments import split_alike
+from kv_pool.storage.spans import count_pieces, make_block_ids
+
+_PIECE_BYTES = 64 * 1024 * 1024
+
+_here: weakref.WeakValueDictionary[bytes, InProcessBackend] = weakref.WeakValueDictionary()
+"""The open backends of this process, by the random part of what they say of themselves."""
+
+
+class InProcessBackend(TransferBackend):
+    """The embedded default: one copy from storage to storage, between devices, too.
+
+    A copy in this process can not be stopped half-way: the deadline is looked at between pieces of 64 MiB.
+    """
+
+    name: ClassVar[str] = "in_process"
+
+    def __init__(self, storage: BlockStorage) -> None:
+        super().__init__(storage)
+        self._token = secrets.token_bytes(16)
+        _here[self._token] = self
+
+    def describe(self) -> bytes:
+        # A process that was forked has the same tokens, and other memory.
+        return os.getpid().to_bytes(8) + self._token
+
+    def open(self, peer_name: str, description: bytes) -> BlockReader:
+        peer = _here.get(description[8:])
+        if peer is None or peer.describe() != description:
+            raise PeerUnavailableError(
+                f"{peer_name} is not in this process, or has closed; blocks of others come by tcp or nixl"
+            )
+        return InProcessReader(self, peer, peer_name)
+
+    def is_served(self) -> bool:
+        """Is it open to readers?"""
+        return self._token in _here
+
+    def close(self) -> None:
+        _here.pop(self._token, None)
+
+
+class InProcessReader(BlockReader):
+    """Made by `InProcessBackend.open`."""
+
+    def __init__(self, backend: InProcessBackend, peer: InProcessBackend, peer_name: str) -> None:
+        self._backend = backend
+        self._peer = peer
+        self._peer_name = peer_name
+        self._is_open = True
+
+    def read(
+        self, transfer_id: bytes, remote_ids: Sequence[int], local_ids: Sequence[int], deadline: float
+    ) -> ReadCount:
+        source, target = self._peer.storage, self._backend.storage
+        sources = make_block_ids(remote_ids, source.num_blocks)
+        targets = make_block_ids(local_ids, target.num_blocks)
+        step = max(1, _PIECE_BYTES // source.block_bytes)
+        for start in range(0, len(sources), step):
+            some = slice(start, start + step)
+            self._check(deadline, start)
+            self._peer.find_lent(transfer_id, remote_ids[some])
+            try:
+                source.copy_to(target, np.stack([sources[some], targets[some]], axis=1))
+            except CopyFailedError as error:
+                raise TransferFailedError(f"{self._peer_name}: {error}") from error
+            target.synchronize()
+            self._peer.find_lent(transfer_id, remote_ids[some])
+        return ReadCount(
+            len(sources) * source.block_bytes,
+            count_pieces(*split_alike(source.segments, target.segments), sources, targets),
+        )
+
+    def is_settled(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def _check(self, deadline: float, num_done: int) -> None:
+        if not (self._is_open and self._peer.is_served()):
+            raise TransferFailedError(f"{self._peer_name} has closed")
+        if time.monotonic() >= deadline:
+            raise TransferFailedError(f"{self._peer_name}: {num_done} blocks were read when time was over")
