@@ -45,7 +45,8 @@ class ReplayTiers:
     ) -> None:
         sizes = ((MEDIUM_CPU, host_blocks), (MEDIUM_STORAGE, disk_blocks))
         tiers = [Tier(num_blocks, medium) for medium, num_blocks in sizes if num_blocks]
-        self._cache = TieredCache(manager.block_pool, None, tiers, write)
+        pool = manager.block_pool
+        self._cache = TieredCache(pool, None, tiers, write, enable_events=pool.enable_kv_cache_events)
         self.read_back = TierReadBack(manager, self._cache)
         self.reports = [TierReport(tier.medium, tier.capacity) for tier in tiers]
         self._block_size = manager.block_size

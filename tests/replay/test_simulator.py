@@ -12,7 +12,7 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 import kv_pool
-from kv_pool import BlockRemoved, InvalidArgumentError, TraceError
+from kv_pool import BlockRemoved, BlockStored, InvalidArgumentError, TraceError
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.report import ReplayReport, write_json
@@ -114,6 +114,23 @@ def test_with_a_feed_the_events_tell_all_that_the_report_counts(trace, clock):
     events = [event for batch in publisher.batches for event in batch]
     assert len(publisher.batches) == report.requests + 1
     assert sum(isinstance(event, BlockRemoved) for event in events) == report.evictions > 0
+    assert count(report) == count(run_replay(settings))
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_the_events_of_tiers_are_among_them(trace, clock):
+    publisher = Collector()
+    settings = ReplaySettings(
+        trace, 12, clock=clock, trace_block_size=8, host_tier=5, disk_tier=9, block_bytes=1000
+    )
+    report = run_replay(settings, feed=EventFeed(publisher))
+    events = [event for batch in publisher.batches for event in batch]
+    for tier in report.tiers:
+        told = [event for event in events if event.medium == tier.medium]
+        stored = [len(event.block_hashes) for event in told if isinstance(event, BlockStored)]
+        removed = [len(event.block_hashes) for event in told if isinstance(event, BlockRemoved)]
+        assert (sum(stored), sum(removed)) == (tier.blocks_written, tier.evictions)
+        assert tier.blocks_hit > 0
     assert count(report) == count(run_replay(settings))
 
 
