@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
 
 
 class BlockObserver(Protocol):
@@ -52,6 +52,12 @@ class ColderTiers(Protocol):
 
         Their bytes stay until whoever takes them writes. What is evicted for another reason, such as
         content that is wrong, is not among them.
+        """
+
+    def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """The content of blocks with these keys was wrong, and so is what was stored of it.
+
+        Told by a manager, not by the pool, which does not know why a block is evicted.
         """
 
     def on_cache_reset(self) -> None:

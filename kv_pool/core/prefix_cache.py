@@ -168,6 +168,17 @@ class PrefixCache:
             next_id = block._next_cached_id
         return found
 
+    def list_keys(self, blocks: Sequence[KVCacheBlock]) -> list[BlockHashWithGroupId]:
+        """All keys of these blocks, of each the primary one first. Only looks. O(keys)."""
+        secondary = self.cached_block_hashes_by_block
+        keys: list[BlockHashWithGroupId] = []
+        for block in blocks:
+            if block._block_hash is not None:
+                keys.append(cast(BlockHashWithGroupId, block._block_hash))
+                if secondary:
+                    keys.extend(secondary.get(block.block_id, ()))
+        return keys
+
     def cache_full_blocks(
         self,
         request: CacheableRequest,

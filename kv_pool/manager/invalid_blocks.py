@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_table import BlockTable
@@ -79,8 +80,24 @@ def report_invalid_blocks(
                     if block.ref_cnt > 1:
                         table.is_forked = True
             table.num_cached_blocks = min(table.num_cached_blocks, num_good_blocks)
-    block_pool.evict_blocks([block.block_id for block in evicted])
+    evict_wrong_blocks(block_pool, [block.block_id for block in evicted])
     return InvalidBlocksReport(num_valid_tokens, list(evicted))
+
+
+def evict_wrong_blocks(block_pool: BlockPoolCore, block_ids: Sequence[int]) -> None:
+    """Forget the content of these blocks, which is wrong, in the pool and in the colder tiers that it has.
+
+    Raises:
+        InvalidBlockError, InvalidTypeError: not ids of this pool's blocks. Nothing has changed.
+    """
+    tiers = block_pool.colder_tiers
+    keys: list[BlockHashWithGroupId] = []
+    if tiers is not None:
+        wrong = set(block_ids)
+        keys = block_pool.list_keys([block for block in block_pool.blocks if block.block_id in wrong])
+    block_pool.evict_blocks(block_ids)
+    if tiers is not None and keys:
+        tiers.on_content_invalidated(keys)
 
 
 def _count_good_tokens(

@@ -19,7 +19,7 @@ from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
-from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
+from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_wrong_blocks, report_invalid_blocks
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_hit import find_common_hit
@@ -443,9 +443,14 @@ class KVCacheManager:
             self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold, so that nobody hits them; who holds them keeps them."""
+        """Forget what these blocks hold, here and in colder tiers, so that nobody hits it; who holds them
+        keeps them.
+
+        Raises:
+            InvalidBlockError: an id is not one of this pool's. Nothing has changed.
+        """
         listed = list(block_ids)
-        self.block_pool.evict_blocks(listed)
+        evict_wrong_blocks(self.block_pool, listed)
         if self.retention is not None and self.retention.is_active:
             self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
 

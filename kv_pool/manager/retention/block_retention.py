@@ -757,7 +757,13 @@ class BlockRetention:
         self._kept.add(batch)
 
     def _release(self, victims: list[KVCacheBlock]) -> None:
-        """Evict them, so that the pool puts them to the front of its queue, whatever kind of pool it is."""
+        """Evict them, so that the pool puts them to the front of its queue, whatever kind of pool it is.
+
+        Colder tiers get what is in them: they will be taken next.
+        """
+        tiers = self.block_pool.colder_tiers
+        if tiers is not None:
+            tiers.on_blocks_reused([block for block in victims if block.block_hash is not None])
         self.block_pool.evict_blocks([block.block_id for block in victims])
         self.block_pool.free_blocks(victims)
 

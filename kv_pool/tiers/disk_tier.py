@@ -1,0 +1,246 @@
+"""`DiskTier`: blocks in a folder; they are there again after a restart."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kv_pool.core.kv_events import MEDIUM_STORAGE
+from kv_pool.errors import InvalidArgumentError, TierError
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.block_rows import ByteRows, RowBuffer, RowFormat, view_rows
+from kv_pool.tiers.slot_files import SlotFiles, SlotHeader, check_key
+from kv_pool.tiers.tier import Tier, TierRead
+from kv_pool.tiers.tier_folder import VERSION, Description, TierFolder
+
+_logger = logging.getLogger(__name__)
+
+
+class Reopened(NamedTuple):
+    """What was found in the folder.
+
+    Attributes:
+        num_blocks: that can be hit again.
+        num_dropped: that were not what had been written, or cut off. Blocks for which there is no room any
+            more, in a tier that has become smaller, are not counted.
+    """
+
+    num_blocks: int
+    num_dropped: int
+
+
+class DiskTier(Tier):
+    """Keeps blocks in a folder, of which it has two files and a description; see `SlotFiles`.
+
+    Args:
+        folder: made where it is missing; of this tier alone as long as it is open.
+        capacity: blocks it may hold; another number than last time is fine.
+        layout: what the blocks mean; hashes by a random seed mean nothing after a restart, so give the
+            hasher one.
+        block_format: how they are written; None for as they are.
+        verifies: read every block once when the folder is opened, and drop what is not as it was written.
+            False: only those that are cut off or have no good header. Each is verified when it is read in
+            any case.
+        medium: of its blocks in events and statistics.
+
+    Attributes:
+        reopened: what was found in the folder.
+
+    Raises:
+        TierError: the folder can not be used: no permission, in use, not a tier's.
+        LayoutMismatchError: its blocks mean something else. The folder is left as it is.
+
+    What cannot be written is counted and not stored; what cannot be read is counted, and removed. Written
+    blocks outlive the process at once, and a crash of the machine once the system has written them down;
+    what is removed by name, and `clear`, is on the disk when the call returns.
+    """
+
+    has_bytes = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        capacity: int,
+        layout: BlockLayout,
+        block_format: RowFormat | None = None,
+        *,
+        verifies: bool = True,
+        medium: str = MEDIUM_STORAGE,
+    ) -> None:
+        super().__init__(capacity, medium)
+        if layout.block_bytes < 1:
+            raise InvalidArgumentError("the layout has blocks of 0 bytes; a Tier keeps those")
+        self._format = block_format
+        self._encoded_bytes = layout.block_bytes if block_format is None else block_format.encoded_bytes
+        self._counts.block_bytes = self._encoded_bytes
+        self._buffer = RowBuffer(layout.block_bytes, layout.block_format)
+        self._encoded = RowBuffer(self._encoded_bytes, "encoded")
+        self._use = 0
+        self._touched: set[BlockHashWithGroupId] = set()
+        self._has_warned = False
+        self._is_open = False
+        name = "raw" if block_format is None else block_format.name
+        self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
+        try:
+            self._files = SlotFiles(self._folder.path, self._encoded_bytes)
+            self._is_open = True
+            self.reopened = self._reopen(verifies)
+        except OSError as error:
+            self.close()
+            raise TierError(f"{folder} can not be used as a tier: {error}") from error
+
+    # ---- writing and reading ---------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[BlockHashWithGroupId],
+        storage: BlockStorage | None = None,
+        block_ids: Sequence[int] = (),
+    ) -> list[BlockHashWithGroupId]:
+        if storage is None or len(block_ids) != len(keys):
+            raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
+        for key in keys:
+            check_key(key)
+        if not keys:
+            return []
+        rows: Iterable[ByteRows]
+        there = view_rows(storage)
+        if self._format is not None:
+            rows = self._format.encode(self._buffer.gather(storage, block_ids))
+        elif there is not None:
+            rows = [there[block_id] for block_id in block_ids]
+        else:
+            rows = self._buffer.gather(storage, block_ids)
+        stored: list[BlockHashWithGroupId] = []
+        for key, row in zip(keys, rows, strict=True):
+            slot = self._slots.add(key)
+            self._use += 1
+            try:
+                self._files.write(slot, key, row, self._use)
+            except OSError as error:
+                self._slots.remove(key)
+                self._counts.num_write_errors += 1
+                self._warn("written", error)
+            else:
+                stored.append(key)
+        self._counts.num_stored += len(stored)
+        return stored
+
+    def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
+        found: list[BlockHashWithGroupId] = []
+        failed: list[BlockHashWithGroupId] = []
+        rows = self._buffer.rows if self._format is None else self._encoded.rows
+        for key in keys:
+            (found if self.read_row(key, self._slots.slot_of[key], rows[len(found)]) else failed).append(key)
+        if self._format is not None and found:
+            self._buffer.rows[: len(found)] = self._format.decode(rows[: len(found)])
+        self._counts.num_read += len(found)
+        self.drop_unreadable(failed)
+        return TierRead(found, self._buffer.storage, range(len(found)), failed)
+
+    def read_row(self, key: BlockHashWithGroupId, slot: int, into: ByteRows) -> bool:
+        """Read a block as it is written; False if it is not there as it was written.
+
+        Any thread may call it while the tier is in use, with a buffer of its own.
+        """
+        try:
+            header = self._files.read(slot, into)
+        except OSError as error:
+            self._warn("read", error)
+            return False
+        return header is not None and header.key == key
+
+    def drop_unreadable(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Forget blocks that could not be read, and count them."""
+        self._counts.num_read_errors += len(keys)
+        self.remove(keys)
+
+    # ---- forgetting ------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+        listed = list(keys)
+        self._touched.update(key for key in listed if key in self)
+        return super().touch(listed)
+
+    def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+        removed: list[BlockHashWithGroupId] = []
+        for key in keys:
+            if key in self._slots.slot_of:
+                self._wipe(self._slots.remove(key))
+                self._touched.discard(key)
+                removed.append(key)
+        self._counts.num_removed += len(removed)
+        return removed
+
+    def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+        removed = self.remove(keys)
+        if removed:
+            try:
+                self._files.sync()
+            except OSError as error:
+                self._warn("wiped", error)
+        return removed
+
+    def clear(self) -> None:
+        super().clear()
+        self._touched.clear()
+        try:
+            self._files.wipe_all()
+        except OSError as error:
+            self._warn("wiped", error)
+
+    def close(self) -> None:
+        """Write down in which order blocks were used, and let others open the folder."""
+        if self._is_open:
+            self._is_open = False
+            try:
+                self._write_order()
+            except OSError as error:
+                self._warn("put in order", error)
+            self._files.close()
+        self._folder.close()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _wipe(self, slot: int) -> None:
+        try:
+            self._files.wipe(slot)
+        except OSError as error:
+            self._counts.num_write_errors += 1
+            self._warn("wiped", error)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        """Say the first time that the disk does not do what it should; counts tell how often."""
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("a block in %s could not be %s: %s", self._folder.path, what, error)
+
+    def _write_order(self) -> None:
+        """Number the blocks that were used since they were written anew, in the order of their last use."""
+        for key, slot in self._slots.slot_of.items():
+            if key in self._touched:
+                header = self._files.read_header(slot)
+                if header is not None:
+                    self._use += 1
+                    self._files.write_header(slot, header._replace(use=self._use))
+
+    def _reopen(self, verifies: bool) -> Reopened:
+        """Find out what the folder has."""
+        headers, num_dropped = self._files.list_headers(self.capacity)
+        newest: dict[BlockHashWithGroupId, tuple[int, SlotHeader]] = {}
+        for slot, header in sorted(headers, key=lambda found: found[1].use):
+            self._use = max(self._use, header.use)
+            if verifies and not self.read_row(header.key, slot, self._encoded.rows[0]):
+                num_dropped += 1
+                self._wipe(slot)
+                continue
+            if header.key in newest:
+                self._wipe(newest.pop(header.key)[0])
+            newest[header.key] = (slot, header)
+        self._slots.restore((key, slot) for key, (slot, _) in newest.items())
+        return Reopened(len(newest), num_dropped)

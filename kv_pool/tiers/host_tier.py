@@ -1,0 +1,98 @@
+"""`HostTier`: blocks in host memory, in one slab."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv_pool.core.kv_events import MEDIUM_CPU
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
+from kv_pool.storage.segments import Segment, SegmentTable
+from kv_pool.tiers.block_rows import ByteRows, RowBuffer, RowFormat
+from kv_pool.tiers.tier import Tier, TierRead
+
+
+class HostTier(Tier):
+    """Keeps blocks in memory of its own, taken at once; pages are touched when blocks come.
+
+    Args:
+        capacity: blocks it may hold.
+        beside: the storage that the blocks come from. Where that is on a GPU the memory is pinned.
+        block_format: None to keep the blocks as they are: then they are copied straight from and to the
+            device. With another each passes through a buffer and is encoded on the CPU.
+        medium: of its blocks in events and statistics.
+    """
+
+    has_bytes = True
+
+    def __init__(
+        self,
+        capacity: int,
+        beside: BlockStorage,
+        block_format: RowFormat | None = None,
+        medium: str = MEDIUM_CPU,
+    ) -> None:
+        super().__init__(capacity, medium)
+        self._format = block_format
+        self._buffer = RowBuffer(beside.block_bytes, beside.block_format)
+        self._storage: BlockStorage | None = None
+        if block_format is None:
+            self._counts.block_bytes = beside.block_bytes
+            self._storage = allocate_slab(capacity, beside)
+            self._encoded: ByteRows = np.empty((0, 0), np.uint8)
+        else:
+            self._counts.block_bytes = block_format.encoded_bytes
+            self._encoded = np.empty((capacity, block_format.encoded_bytes), np.uint8)
+
+    def put(
+        self,
+        keys: Sequence[BlockHashWithGroupId],
+        storage: BlockStorage | None = None,
+        block_ids: Sequence[int] = (),
+    ) -> list[BlockHashWithGroupId]:
+        """As in `Tier`.
+
+        Raises:
+            CopyFailedError: the copy broke off. None of the keys is here.
+        """
+        if storage is None or len(block_ids) != len(keys):
+            raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
+        slots = [self._slots.add(key) for key in keys]
+        try:
+            self._write(storage, block_ids, slots)
+        except BaseException:
+            for key in keys:
+                self._slots.remove(key)
+            raise
+        self._counts.num_stored += len(keys)
+        return list(keys)
+
+    def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
+        slots = [self._slots.slot_of[key] for key in keys]
+        self._counts.num_read += len(keys)
+        if self._storage is not None:
+            return TierRead(keys, self._storage, slots)
+        assert self._format is not None
+        self._buffer.rows[: len(slots)] = self._format.decode(self._encoded[slots])
+        return TierRead(keys, self._buffer.storage, range(len(slots)))
+
+    def _write(self, storage: BlockStorage, block_ids: Sequence[int], slots: list[int]) -> None:
+        if self._storage is not None:
+            storage.copy_to(self._storage, list(zip(block_ids, slots, strict=True)))
+            return
+        assert self._format is not None
+        self._encoded[slots] = self._format.encode(self._buffer.gather(storage, block_ids))
+
+
+def allocate_slab(num_blocks: int, beside: BlockStorage) -> BlockStorage:
+    """Room for blocks of another storage in host memory, one after the other; pinned beside a GPU."""
+    if beside.device == "cpu":
+        return make_host_buffer(beside.block_bytes, num_blocks, beside.block_format)
+    import torch
+
+    slab = torch.empty(num_blocks * beside.block_bytes, dtype=torch.uint8, pin_memory=True)
+    row = Segment(slab.data_ptr(), beside.block_bytes, beside.block_bytes, slab)
+    return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", beside.block_format)

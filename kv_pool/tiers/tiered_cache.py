@@ -1,0 +1,356 @@
+"""`TieredCache`: blocks that a pool takes anew live on in colder tiers, and can be read back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import CopyFailedError, InvalidArgumentError
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.block_rows import count_batch_blocks
+from kv_pool.tiers.tier import Tier, TierStatistics
+from kv_pool.tiers.tier_events import TierEvents
+
+_logger = logging.getLogger(__name__)
+
+WRITES = ("back", "through")
+
+
+class TieredCache:
+    """The tiers below a pool, warmest first.
+
+        >>> from kv_pool import BlockHasher, BlockPool, Request
+        >>> from kv_pool.tiers.tier import Tier
+        >>> from kv_pool.tiers.tiered_cache import TieredCache
+        >>> pool = BlockPool(4, True, 4)
+        >>> tiers = TieredCache(pool, None, [Tier(2, "CPU"), Tier(9, "STORAGE")])
+        >>> request = Request("a", range(12), BlockHasher(block_size=4))
+        >>> blocks = pool.get_new_blocks(3)
+        >>> pool.cache_full_blocks(request, blocks, 0, 3, 4, 0)
+        >>> pool.free_blocks(reversed(blocks))
+        >>> _ = pool.get_new_blocks(3)
+        >>> [len(tier) for tier in tiers.tiers]
+        [2, 1]
+
+        device pool -- block is taken anew --> tiers[0] -- no room --> tiers[1] -- no room --> dropped
+
+    A block that is read back stays where it was read, so that it needs no copy when the device gives it up
+    again. A block can be in several tiers.
+
+    Args:
+        block_pool: its `colder_tiers` is set to this.
+        storage: the bytes of its blocks; None for a pool without, and tiers that have none either.
+        tiers: warmest first.
+        write: `back` stores a block when the pool takes it anew; `through` also as soon as it is cached and
+            written, so that nothing is left to copy then.
+        enable_events: what tiers gain and lose is told among the pool's events, which have to be on.
+
+    **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
+    writes: until then the blocks that were taken still hold their old bytes, and this is where they are
+    copied out. `store_pending()` before anything else overwrites or moves blocks: a compaction, a swap in,
+    a migration. Without bytes both do nothing.
+
+    What is stored are full blocks, by the key under which requests look for them. Partial blocks
+    (`cache_partial_block`) are not, nor keys beyond a block's first: whoever hits those has the full block's
+    tokens computed, or stored, before long.
+
+    Content that is wrong does not come back: what `KVCacheManager.evict_blocks` and `report_invalid_blocks`
+    name is forgotten in all tiers, and a reset of the prefix cache clears them. Who calls
+    `BlockPool.evict_blocks` for content that is wrong calls `forget`, too.
+
+    Not safe for several threads: the scheduler's calls it.
+
+    Attributes:
+        num_dropped: blocks that the pool took anew and no tier got: there was no room that nobody holds, or
+            they could not be read from the device, or had been moved before `store_pending` was called.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPoolCore,
+        storage: BlockStorage | None,
+        tiers: Sequence[Tier],
+        write: str = "back",
+        *,
+        enable_events: bool = False,
+    ) -> None:
+        if not tiers:
+            raise InvalidArgumentError("there are no tiers; name at least one")
+        if write not in WRITES:
+            raise InvalidArgumentError(f"write is {write!r}; it is one of {', '.join(WRITES)}")
+        for tier in tiers:
+            if tier.has_bytes is (storage is None):
+                raise InvalidArgumentError(
+                    f"the tier for {tier.medium} has {'' if tier.has_bytes else 'no '}bytes, the pool's "
+                    f"blocks have {'none' if storage is None else 'some'}; a Tier is for those without, a "
+                    "HostTier or DiskTier for others"
+                )
+        if enable_events and not block_pool.enable_kv_cache_events:
+            raise InvalidArgumentError("events of tiers come among the pool's, and the pool has none")
+        if block_pool.colder_tiers is not None:
+            raise InvalidArgumentError("the pool has colder tiers already")
+        self.block_pool = block_pool
+        self.storage = storage
+        self.tiers = tuple(tiers)
+        self.writes_through = write == "through"
+        self._batch = count_batch_blocks(storage.block_bytes) if storage is not None else 0
+        # Of each group, learned from what is cached; only full blocks are stored.
+        self._block_size_of: dict[bytes, int] = {}
+        self._has_partial = False
+        # Taken anew, with their old bytes still: key -> block, and the id under which it has them.
+        self._pending: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        # To be written through: cached, written by the step to come; and written since.
+        self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        self._events = TierEvents(block_pool, sum(tier.capacity for tier in tiers)) if enable_events else None
+        self.num_dropped = 0
+        block_pool.colder_tiers = self
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def find_tier(self, key: BlockHashWithGroupId) -> int | None:
+        """The warmest tier that has the block, as its place among `tiers`; None for none. Only looks."""
+        if key in self._pending:
+            return 0
+        for level, tier in enumerate(self.tiers):
+            if key in tier:
+                return level
+        return None
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pending or any(key in tier for tier in self.tiers)
+
+    def list_pending(self) -> list[BlockHashWithGroupId]:
+        """Blocks that were taken anew since the last copy, and are still to be copied out."""
+        return list(self._pending)
+
+    def get_statistics(self) -> list[TierStatistics]:
+        """Of each tier, warmest first."""
+        return [tier.get_statistics() for tier in self.tiers]
+
+    # ---- what the pool tells ---------------------------------------------------------------------
+
+    def on_blocks_cached(
+        self,
+        request: CacheableRequest,
+        blocks: Sequence[KVCacheBlock],
+        hashes: Sequence[BlockHash],
+        num_cached_blocks: int,
+        block_size: int,
+        group_id: int,
+    ) -> None:
+        """See `ColderTiers`."""
+        suffix = group_id.to_bytes(4, "big")
+        if self._block_size_of.get(suffix) != block_size:
+            self._block_size_of[suffix] = block_size
+            self._has_partial = block_size != self.block_pool.hash_block_size or self._has_partial
+        if self._events is not None:
+            self._events.note_cached(request, hashes, num_cached_blocks, block_size, group_id)
+            if self._events.is_crowded():
+                on_device = self.block_pool.cached_block_hash_to_block._cache
+                self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
+        if self.writes_through and self.storage is not None:
+            for block in blocks:
+                if not block.is_null:
+                    self._unwritten[block.block_hash] = (block, block.generation)
+        elif self.writes_through:
+            self._store(0, [block.block_hash for block in blocks if not block.is_null], None, ())
+
+    def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """See `ColderTiers`."""
+        if self._has_partial:
+            blocks = [block for block in blocks if self._is_full(block)]
+        if self.storage is None:
+            self._store(0, [block.block_hash for block in blocks], None, ())
+            return
+        for block in blocks:
+            key = block.block_hash
+            if self.writes_through:
+                self._written.pop(key, None)
+                if key in self._unwritten and self._unwritten[key][0] is block:
+                    del self._unwritten[key]
+                    continue  # taken back before the step that was to write it
+            self._pending[key] = (block, block.block_id)
+
+    def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """See `ColderTiers`."""
+        self.forget(keys)
+
+    def on_cache_reset(self) -> None:
+        """See `ColderTiers`."""
+        self._pending.clear()
+        self._unwritten.clear()
+        self._written.clear()
+        if self._events is not None:
+            self._events.clear()
+        for tier in self.tiers:
+            tier.clear()
+
+    # ---- storing ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Copy out what the step to come will overwrite, and write through what the last one has written.
+
+        Once per step: after its slots were allocated, before it writes. A block that cannot be stored is
+        counted, and can not be hit later; nothing is raised for it.
+        """
+        self.store_pending()
+        if self.writes_through:
+            written, self._written, self._unwritten = self._written, self._unwritten, {}
+            self._copy_out(
+                [
+                    (key, block.block_id)
+                    for key, (block, generation) in written.items()
+                    if block.generation == generation and block.block_hash == key
+                ]
+            )
+
+    def store_pending(self) -> None:
+        """Copy out the blocks that were taken anew and hold their old bytes still.
+
+        For whoever is about to overwrite or move blocks other than by a step; can be called at any time.
+        """
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, {}
+        unmoved = [
+            (key, block_id) for key, (block, block_id) in pending.items() if block.block_id == block_id
+        ]
+        # Somebody has moved blocks before calling us: these are lost, since their bytes may be.
+        self.num_dropped += len(pending) - len(unmoved)
+        self._copy_out(unmoved)
+
+    def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Content under these keys is wrong: it is not found in any tier, now and after a restart."""
+        listed = list(keys)
+        for queue in (self._pending, self._unwritten, self._written):
+            for key in listed:
+                queue.pop(key, None)
+        for tier in self.tiers:
+            self._tell_removed(tier, tier.forget(listed))
+
+    def close(self) -> None:
+        """Leave the pool alone, and close the tiers. What is pending is not stored: `flush` before."""
+        if self.block_pool.colder_tiers is self:
+            self.block_pool.colder_tiers = None
+        for tier in self.tiers:
+            tier.close()
+
+    # ---- reading back ----------------------------------------------------------------------------
+
+    def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Let no tier give these up to make room, until `release`; they count as used now."""
+        for tier in self.tiers:
+            tier.touch(key for key in keys if key in tier)
+            tier.hold(keys)
+
+    def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Undo one `hold`."""
+        for tier in self.tiers:
+            tier.release(keys)
+
+    def load(
+        self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[int]
+    ) -> list[BlockHashWithGroupId]:
+        """Read blocks into blocks of the pool, each from the warmest tier that has it.
+
+        Args:
+            keys: distinct.
+            block_ids: of the pool's storage, one for each; their old bytes are copied out before.
+        Returns:
+            Keys that no tier has, or could read: their blocks may hold anything.
+        Raises:
+            CopyFailedError: the device did not take them.
+        """
+        self.store_pending()
+        target_of = dict(zip(keys, block_ids, strict=True))
+        left = list(keys)
+        for tier in self.tiers:
+            here = [key for key in left if key in tier]
+            loaded: set[BlockHashWithGroupId] = set()
+            step = self._batch or len(here) or 1
+            for start in range(0, len(here), step):
+                read = tier.read(here[start : start + step])
+                self._tell_removed(tier, read.failed)
+                if self.storage is not None and read.storage is not None and read.keys:
+                    moves = list(zip(read.block_ids, (target_of[key] for key in read.keys), strict=True))
+                    read.storage.copy_to(self.storage, moves)
+                loaded.update(read.keys)
+            if loaded:
+                left = [key for key in left if key not in loaded]
+        return left
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _is_full(self, block: KVCacheBlock) -> bool:
+        """Is the block's key that of all its tokens?"""
+        block_size = self._block_size_of.get(block.block_hash[-4:])
+        num_tokens = block.block_hash_num_tokens
+        return block_size is not None and num_tokens is not None and num_tokens % block_size == 0
+
+    def _copy_out(self, copies: Sequence[tuple[BlockHashWithGroupId, int]]) -> None:
+        """Store blocks of the device under these keys; copies are (key, block id)."""
+        if copies:
+            keys, block_ids = zip(*copies, strict=True)
+            self._store(0, keys, self.storage, block_ids)
+
+    def _store(
+        self,
+        level: int,
+        keys: Sequence[BlockHashWithGroupId],
+        storage: BlockStorage | None,
+        block_ids: Sequence[int],
+    ) -> None:
+        """Let a tier have these blocks, as the ones used last; what has to make room goes to the next tier.
+
+        Args:
+            storage, block_ids: where their bytes are; nothing without bytes.
+        """
+        tier = self.tiers[level]
+        new = tier.touch(keys)
+        if not new:
+            return
+        id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
+        step = min(self._batch or tier.capacity, tier.capacity)
+        for start in range(0, len(new), step):
+            some = new[start : start + step]
+            num_missing = len(tier) + len(some) - tier.capacity
+            if num_missing > 0:
+                num_missing -= self._make_room(level, num_missing)
+                if num_missing > 0:  # the rest is held
+                    self.num_dropped += num_missing
+                    del some[len(some) - num_missing :]
+            try:
+                stored = tier.put(some, storage, [id_of[key] for key in some] if id_of else ())
+            except CopyFailedError as error:
+                _logger.warning("%d blocks were not stored: %s", len(some), error)
+                self.num_dropped += len(some)
+                continue
+            if self._events is not None and stored:
+                self._events.announce_stored(tier.medium, stored)
+
+    def _make_room(self, level: int, num_blocks: int) -> int:
+        """Let a tier give up so many blocks, which the next tier gets; how many it gave up."""
+        tier = self.tiers[level]
+        outgoing = tier.list_next_out(num_blocks)
+        if level + 1 < len(self.tiers):
+            if self.storage is None:
+                self._store(level + 1, outgoing, None, ())
+            else:
+                missing = self.tiers[level + 1].touch(outgoing)
+                for start in range(0, len(missing), self._batch):
+                    read = tier.read(missing[start : start + self._batch])
+                    self._store(level + 1, read.keys, read.storage, read.block_ids)
+                    self._tell_removed(tier, read.failed)
+        removed = tier.remove(outgoing)
+        self._tell_removed(tier, removed)
+        return len(outgoing)
+
+    def _tell_removed(self, tier: Tier, keys: Sequence[BlockHashWithGroupId]) -> None:
+        if self._events is not None and keys:
+            self._events.announce_removed(tier.medium, keys)
