@@ -536,6 +536,7 @@ class KVCacheManager:
         if len(tables) != len(self._groups):
             raise InvalidArgumentError(f"{len(tables)} tables for {len(self._groups)} groups")
         self._tables[request_id] = tables
+        self._has_forks = self._has_forks or any(table.is_forked for table in tables)
 
     def _count_to_leave(self, tables: list[BlockTable] | None) -> int:
         """The watermark, for a request without blocks while others hold some."""

@@ -80,7 +80,7 @@ class Offer(Message, frozen=True):
     """The blocks, lent for `lease_s` seconds from now on.
 
     Attributes:
-        epoch: the source's; an acknowledgement names it.
+        epoch: the source's, beginning with its name; an acknowledgement names it.
     """
 
     transfer_id: bytes
@@ -91,11 +91,10 @@ class Offer(Message, frozen=True):
 
 
 class AskChecksums(Message, frozen=True):
-    """Checksums of so many blocks of an offer, from a position on."""
+    """Checksums of these blocks of an offer, by their positions in it."""
 
     transfer_id: bytes
-    start: int
-    count: int
+    positions: list[int]
 
 
 class Checksums(Message, frozen=True):
@@ -192,6 +191,7 @@ class PullOutcome(Message, frozen=True):
 
     phase: str
     num_blocks: int = 0
+    num_present_blocks: int = 0
     num_done_blocks: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0

@@ -1,0 +1,64 @@
+"""`insert_keys`: blocks that have arrived are found under the keys of their originals, and events tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.migration.site import OfferedBlock
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """What a pool reads of a request to tell of its blocks, where only these tokens are known of it."""
+
+    all_token_ids: Sequence[int] = ()
+    block_hashes: Sequence[BlockHash] = ()
+    lora_request: Any = None
+    mm_features: None = None
+    cache_salt: None = None
+    session_id: None = None
+
+
+def insert_keys(
+    pool: BlockPoolCore,
+    block: KVCacheBlock,
+    offered: OfferedBlock,
+    find_block_size: Callable[[int], int],
+) -> None:
+    """Let a block be hit by what its original is hit by: one `BlockStored` for each key.
+
+    Args:
+        block: in use, with the original's content.
+        find_block_size: tokens per block of a KV cache group.
+
+    The events have the original's tokens where the source knows them, and no tokens otherwise.
+    """
+    for key in offered.keys:
+        typed_key = BlockHashWithGroupId(key)
+        pool._insert_block_hash(typed_key, block, offered.num_tokens)
+        if pool.enable_kv_cache_events:
+            parent = None if offered.parent is None else BlockHash(offered.parent)
+            group_id = get_group_id(typed_key)
+            pool.kv_event_queue.append(
+                pool._make_stored(
+                    KnownTokens(list(offered.token_ids)),
+                    [get_block_hash(typed_key)],
+                    parent,
+                    0,
+                    find_block_size(group_id),
+                    group_id,
+                )
+            )
+
+
+def list_keys(pool: BlockPoolCore, block: KVCacheBlock) -> tuple[bytes, ...]:
+    """All keys of a block, the primary one first; () for one that is not cached."""
+    if block.block_hash is None:
+        return ()
+    return (block.block_hash, *pool.cached_block_hashes_by_block.get(block.block_id, ()))

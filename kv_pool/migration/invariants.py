@@ -1,0 +1,120 @@
+"""The numbered truths about a node, each executable. They hold whenever nobody has the site's lock.
+
+    M1  a transfer that is lent has its blocks pinned by a lease to read, as long as the lease is not over
+    M2  what a pull is to read into is lent to it for writing, and is not cached, until it is inserted
+    M3  a pull that has ended has no room and no lease; one in doubt has room, and writes nothing
+    M4  a transfer that was acknowledged, cancelled or has expired is not lent
+    M5  a lease to write that belongs to no pull is one whose transfer may still write: nothing else is
+    M6  a block that is lent has the generation that it was offered with
+    M7  a block has at least as many references as leases and rooms name it
+
+Of a `ManagerSite`, whose other references are known, M7 is exact: see `check_manager_site`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import CorruptedPoolError
+from kv_pool.manager.invariants import check_leases, check_manager
+from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.site import MigrationSite
+from kv_pool.migration.source import SourceTransfers
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.target import Pull
+
+
+def check(
+    site: MigrationSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]
+) -> None:
+    """Verify M1 to M7, those of the leases, and the pool's own. The site's lock is held. O(blocks).
+
+    Args:
+        pulls: all that run, at least.
+        unsettled: leases to write of pulls that have failed, and whose bytes may still arrive.
+    Raises:
+        CorruptedPoolError: names the first that fails. Nothing is changed.
+    """
+    invariants.check(site.leases.block_pool)  # type: ignore[arg-type]
+    check_leases(site.leases)
+    check_source(source)
+    check_pulls(site, pulls, unsettled)
+    check_references(site, pulls)
+
+
+def check_source(source: SourceTransfers) -> None:
+    """M1, M4, M6."""
+    for transfer in source.list_lent():
+        transfer_id = transfer.message.transfer_id
+        if source.find_outcome(transfer_id) is not None:
+            raise CorruptedPoolError(f"M4: transfer {transfer_id.hex()} is over, and lent")
+        lease, selection = transfer.lease, transfer.selection
+        if lease is None:
+            if selection.blocks:
+                raise CorruptedPoolError(f"M1: transfer {transfer_id.hex()} has blocks and no lease")
+            continue
+        if list(lease.blocks) != selection.blocks or lease.kind is not LeaseKind.READ:
+            raise CorruptedPoolError(f"M1: {lease!r} is not about the blocks of transfer {transfer_id.hex()}")
+        if lease.state is not LeaseState.ACTIVE:
+            continue  # its end was noticed by whoever called expire(), and is on its way here
+        for block, offered in zip(selection.blocks, selection.offered, strict=True):
+            if block.generation != offered.generation:
+                raise CorruptedPoolError(
+                    f"M6: block {block.block_id} was offered in generation {offered.generation}, and is lent in "
+                    f"generation {block.generation}"
+                )
+
+
+def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
+    """M2, M3, M5."""
+    written: list[Lease] = list(unsettled)
+    for pull in pulls:
+        room, lease = pull.room, pull.lease
+        name = f"pull {pull.transfer_id.hex()}, which is {pull.phase.value}"
+        if pull.phase.is_ended and (room is not None or lease is not None):
+            raise CorruptedPoolError(f"M3: {name}, has room or a lease")
+        if pull.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
+            raise CorruptedPoolError(f"M3: {name}, has no room, or still writes")
+        if lease is None:
+            continue
+        written.append(lease)
+        missing = [] if room is None else [room.blocks[position] for position in room.missing]
+        if list(lease.blocks) != missing or lease.kind is not LeaseKind.WRITE:
+            raise CorruptedPoolError(f"M2: {lease!r} is not about what {name}, reads into")
+        for block in missing:
+            if block.block_hash is not None:
+                raise CorruptedPoolError(f"M2: {name}, reads into block {block.block_id}, which is cached")
+    for lease in site.leases.list_leases():
+        if lease.kind is LeaseKind.WRITE and lease not in written:
+            raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull, and is not in quarantine for one")
+
+
+def check_references(site: MigrationSite, pulls: Sequence[Pull]) -> None:
+    """M7."""
+    counts = Counter(block for lease in site.leases.list_leases() for block in lease.blocks)
+    counts += Counter(block for pull in pulls if pull.room is not None for block in pull.room.blocks)
+    for block, count in counts.items():
+        if block.ref_cnt < count:
+            raise CorruptedPoolError(
+                f"M7: block {block.block_id} has {block.ref_cnt} references, and {count} leases and rooms"
+            )
+
+
+def check_manager_site(
+    site: ManagerSite,
+    requests: Iterable[SchedulableRequest],
+    held_elsewhere: Iterable[KVCacheBlock] = (),
+) -> None:
+    """M7, exactly: every reference is a table's, a frozen request's, a room's or a lease's.
+
+    Args:
+        requests: at least all that the manager has tables of.
+        held_elsewhere: other references, once for each.
+    """
+    leased = [block for lease in site.leases.list_leases() for block in lease.blocks]
+    check_manager(site.manager, requests, [*leased, *site.list_held_blocks(), *held_elsewhere])

@@ -1,0 +1,388 @@
+"""`ManagerSite`: the requests, prefixes and cached blocks of a `KVCacheManager`, as migration sees them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.errors import (
+    InvalidArgumentError,
+    InvalidBlockError,
+    OutOfBlocksError,
+    StaleTransferError,
+    UnknownSequenceError,
+)
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec
+from kv_pool.manager.leases import BlockLeases
+from kv_pool.manager.swap.sides import DeviceSide
+from kv_pool.migration.arriving_keys import insert_keys, list_keys
+from kv_pool.migration.site import MigrationSite, OfferedBlock, Room, Selection
+from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+
+
+class _TableState(msgspec.Struct, array_like=True):
+    """A block table in positions of the offer, -1 for the null block."""
+
+    places: list[int]
+    num_cached_blocks: int
+    num_null_blocks: int
+    is_forked: bool
+
+
+class _RequestState(msgspec.Struct):
+    tables: list[_TableState]
+    request: bytes
+
+
+@dataclass
+class _Hashes:
+    """As much of a request as a look-up by hashes needs."""
+
+    request_id: str
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+
+
+class ManagerSite(MigrationSite):
+    """A manager and the storage of its blocks. All KV cache groups go along.
+
+    | subject | here | at the target |
+    |---|---|---|
+    | a sequence | a request's block tables; while it is moved, the manager does not know it | tables again |
+    | a prefix | the longest one that all groups can go on from | cached and free, so that it is hit |
+    | blocks | cached ones, by id; copied only | the same |
+
+    Args:
+        manager: of the blocks.
+        storage: of their bytes, those of all groups.
+        hasher: by which the requests' blocks are named; None for hashes of another kind.
+        lock: held by the engine from `allocate_slots` until the step's bytes are in the blocks, and whenever it
+            calls the manager; reentrant. None for a new one.
+        clock: the time in seconds, never falling; the same as the migrator's.
+        describe_request: what the other scheduler needs to go on with a request, such as its tokens and the
+            number of them that are computed; 16 MiB at most. None for nothing.
+        adopt_request: called with a request's id and what was said of it, when its tables are in the manager;
+            what it raises ends the migration as failed.
+        release_request: called with the id of a request that has moved away, and the name of its node, when
+            its blocks are given back.
+
+    The three callbacks are called with the lock held, by threads of the migrator.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        storage: BlockStorage,
+        *,
+        hasher: BlockHasher | None,
+        lock: AbstractContextManager[object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        describe_request: Callable[[str], bytes] | None = None,
+        adopt_request: Callable[[str, bytes], object] | None = None,
+        release_request: Callable[[str, str], object] | None = None,
+    ) -> None:
+        self.manager = manager
+        self.storage = storage
+        self.lock = threading.RLock() if lock is None else lock
+        self.leases = BlockLeases(manager.block_pool, clock, manager.retention)
+        self.layout = BlockLayout.describe(storage, manager.block_size, hasher, _describe_groups(manager))
+        self._side = DeviceSide(manager)
+        self._describe_request = describe_request
+        self._adopt_request = adopt_request
+        self._release_request = release_request
+        # Requests that are being moved away, whose tables nobody may change meanwhile.
+        self._frozen: dict[str, list[BlockTable]] = {}
+        # Room for what is arriving, each with the request that it is for, None for a prefix or blocks.
+        self._rooms: list[tuple[Room, str | None]] = []
+
+    # ---- the source ------------------------------------------------------------------------------
+
+    def select(self, subject: Subject, for_move: bool) -> Selection:
+        if isinstance(subject, SequenceSubject):
+            return self._select_request(str(subject.sequence_id))
+        if for_move:
+            raise InvalidArgumentError(
+                "a prefix, and blocks by their ids, are copied: they stay cached here as long as there is room. "
+                "A request is moved, with its blocks"
+            )
+        if isinstance(subject, PrefixSubject):
+            return self._select_prefix(subject)
+        return self._select_blocks(subject)
+
+    def freeze(self, subject: Subject) -> None:
+        request_id = _get_request_id(subject)
+        self._check_not_frozen(request_id)
+        self._frozen[request_id] = self.manager.pop_tables(request_id)
+
+    def thaw(self, subject: Subject) -> None:
+        request_id = _get_request_id(subject)
+        tables = self._frozen.pop(request_id)
+        if self.manager.holds_blocks(request_id):  # the scheduler did not wait for it, and began anew
+            self._side.free_request(request_id, [table.blocks for table in tables])
+        else:
+            self.manager.put_tables(request_id, tables)
+
+    def release(self, subject: Subject, selection: Selection, target: str, new_ids: Sequence[int]) -> None:
+        request_id = _get_request_id(subject)
+        tables = self._frozen.pop(request_id)
+        self._side.free_request(request_id, [table.blocks for table in tables])
+        if self.manager.retention is not None and not self.manager.holds_blocks(request_id):
+            self.manager.retention.forget_request(request_id)
+        if self._release_request is not None:
+            self._release_request(request_id, target)
+
+    def list_frozen(self) -> list[str]:
+        """Requests that are being moved away: do not schedule them. Oldest first."""
+        return list(self._frozen)
+
+    # ---- the target ------------------------------------------------------------------------------
+
+    def take_room(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Room:
+        self._check_groups(offered)
+        request_id = None
+        num_to_leave = 0
+        if isinstance(subject, SequenceSubject):
+            request_id = str(subject.sequence_id)
+            self._check_absent(request_id)
+            self._check_tables(state, len(offered))
+            if self.manager.list_request_ids():
+                num_to_leave = self.manager.watermark_blocks
+        found: list[KVCacheBlock | None] = []
+        present: list[KVCacheBlock] = []
+        for one in offered:
+            block = self._find_present(one)
+            if block is not None and block not in present:
+                present.append(block)
+                found.append(block)
+            else:
+                found.append(None)
+        missing = [position for position, block in enumerate(found) if block is None]
+        num_available = self.count_free_blocks() - sum(map(self._side.is_free, present)) - num_to_leave
+        if len(missing) > num_available:
+            raise OutOfBlocksError(
+                f"no room for {len(missing)} blocks of another node: {max(0, num_available)} are free here of "
+                f"{self.manager.block_pool.num_gpu_blocks - 1}. Free a request, or choose another target"
+            )
+        self._side.touch(present)
+        try:
+            taken = iter(self._side.take_blocks(len(missing)))
+        except BaseException:
+            self._side.free_blocks(present[::-1])
+            raise
+        room = Room([next(taken) if block is None else block for block in found], missing)
+        self._rooms.append((room, request_id))
+        return room
+
+    def insert(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
+        pool = self.manager.block_pool
+        if pool.enable_caching:
+            for position in room.missing:
+                insert_keys(pool, room.blocks[position], offered[position], self._find_block_size)
+
+    def adopt(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
+        if not isinstance(subject, SequenceSubject):
+            self.leave(room)
+            return
+        request_id = str(subject.sequence_id)
+        decoded = self._check_tables(state, len(offered))
+        null_block = self.manager.block_pool.null_block
+        tables = []
+        for state_of_one in decoded.tables:
+            table = BlockTable()
+            table.blocks = [
+                null_block if place < 0 else room.blocks[place] for place in state_of_one.places
+            ]
+            table.num_cached_blocks = state_of_one.num_cached_blocks
+            table.num_null_blocks = state_of_one.num_null_blocks
+            table.is_forked = state_of_one.is_forked
+            tables.append(table)
+        self.manager.put_tables(request_id, tables)
+        if self._adopt_request is not None:
+            try:
+                self._adopt_request(request_id, decoded.request)
+            except BaseException:
+                self.manager.pop_tables(request_id)
+                raise
+        self._forget_room(room)
+
+    def leave(self, room: Room) -> None:
+        self._forget_room(room)
+        self._side.free_blocks(room.blocks[::-1])
+
+    def drop(self, room: Room) -> None:
+        self.leave(room)
+
+    def count_free_blocks(self) -> int:
+        return self.manager.get_num_free_blocks()
+
+    def list_held_blocks(self) -> list[KVCacheBlock]:
+        """Blocks on which this site has a reference, once for each: of frozen requests and of rooms.
+
+        Leases have theirs beside these.
+        """
+        held = [block for room, _ in self._rooms for block in room.blocks]
+        for tables in self._frozen.values():
+            held += [block for table in tables for block in table.blocks if not block.is_null]
+        return held
+
+    # ---- selecting -------------------------------------------------------------------------------
+
+    def _select_request(self, request_id: str) -> Selection:
+        self._check_not_frozen(request_id)
+        manager = self.manager
+        if not manager.holds_blocks(request_id):
+            raise UnknownSequenceError(f"request {request_id!r} has no blocks here")
+        blocks: list[KVCacheBlock] = []
+        offered: list[OfferedBlock] = []
+        states: list[_TableState] = []
+        for group_id in range(len(manager.groups)):
+            table = manager.get_table(request_id, group_id)
+            manager.copies.check_made(request_id, table.blocks)
+            places = []
+            parent: bytes | None = None
+            for block in table.blocks:
+                if block.is_null:
+                    places.append(-1)
+                    parent = None
+                    continue
+                places.append(len(offered))
+                blocks.append(block)
+                offered.append(self._offer(block, parent))
+                parent = None if block.block_hash is None else get_block_hash(block.block_hash)
+            states.append(
+                _TableState(places, table.num_cached_blocks, table.num_null_blocks, table.is_forked)
+            )
+        request = b"" if self._describe_request is None else self._describe_request(request_id)
+        return Selection(blocks, offered, msgspec.msgpack.encode(_RequestState(states, request)))
+
+    def _select_prefix(self, subject: PrefixSubject) -> Selection:
+        hashes = [BlockHash(block_hash) for block_hash in subject.block_hashes]
+        hash_block_size = self.manager.block_pool.hash_block_size
+        wanted: Any = _Hashes("", len(hashes) * hash_block_size, block_hashes=hashes)
+        found = self.manager.get_computed_blocks(wanted, wanted.num_tokens)
+        blocks: list[KVCacheBlock] = []
+        offered: list[OfferedBlock] = []
+        for spec, hits in zip(self.manager.groups, found.blocks, strict=True):
+            stride = max(1, spec.block_size // hash_block_size)
+            for position, block in enumerate(hits):
+                if not block.is_null:
+                    blocks.append(block)
+                    offered.append(self._offer(block, hashes[position * stride - 1] if position else None))
+        return Selection(blocks, offered)
+
+    def _select_blocks(self, subject: BlocksSubject) -> Selection:
+        pool = self.manager.block_pool
+        if len(set(subject.block_ids)) != len(subject.block_ids):
+            raise InvalidArgumentError("a block is named twice")
+        if subject.generations and len(subject.generations) != len(subject.block_ids):
+            raise InvalidArgumentError(
+                f"{len(subject.generations)} generations of {len(subject.block_ids)} blocks"
+            )
+        blocks: list[KVCacheBlock] = []
+        for position, block_id in enumerate(subject.block_ids):
+            if not 0 < block_id < len(pool.blocks):
+                raise InvalidBlockError(f"block {block_id} is not one of 1 to {len(pool.blocks) - 1}")
+            block = pool.blocks[block_id]
+            if subject.generations and subject.generations[position] != block.generation:
+                raise StaleTransferError(
+                    f"block {block_id} was taken anew since it was named: its generation was "
+                    f"{subject.generations[position]} and is {block.generation}"
+                )
+            if block.block_hash is None:
+                raise InvalidBlockError(
+                    f"block {block_id} is not cached, so nobody would find it elsewhere; migrate its request"
+                )
+            blocks.append(block)
+        return Selection(blocks, [self._offer(block, None) for block in blocks])
+
+    def _offer(self, block: KVCacheBlock, parent: bytes | None) -> OfferedBlock:
+        keys = list_keys(self.manager.block_pool, block)
+        return OfferedBlock(block.block_id, block.generation, keys, block.block_hash_num_tokens, parent)
+
+    # ---- taking in -------------------------------------------------------------------------------
+
+    def _find_present(self, offered: OfferedBlock) -> KVCacheBlock | None:
+        """The block that holds this content here; full ones only, since a request writes into others."""
+        if not offered.keys or not self.manager.block_pool.enable_caching:
+            return None
+        key = BlockHashWithGroupId(offered.keys[0])
+        if offered.num_tokens is None or offered.num_tokens % self._find_block_size(get_group_id(key)):
+            return None
+        return self.manager.block_pool.cached_block_hash_to_block.get_one_block(key)
+
+    def _find_block_size(self, group_id: int) -> int:
+        return self.manager.groups[group_id].block_size
+
+    def _check_groups(self, offered: Sequence[OfferedBlock]) -> None:
+        num_groups = len(self.manager.groups)
+        for one in offered:
+            for key in one.keys:
+                if len(key) < 5 or get_group_id(BlockHashWithGroupId(key)) >= num_groups:
+                    raise InvalidArgumentError(
+                        f"block {one.block_id} of the source has the key {key.hex()}, which is of none of the "
+                        f"{num_groups} groups here"
+                    )
+
+    def _check_absent(self, request_id: str) -> None:
+        self._check_not_frozen(request_id)
+        is_arriving = any(arriving == request_id for _, arriving in self._rooms)
+        if is_arriving or self.manager.holds_blocks(request_id):
+            raise InvalidArgumentError(
+                f"request {request_id!r} {'is arriving here already' if is_arriving else 'has blocks here'}"
+            )
+
+    def _check_not_frozen(self, request_id: str) -> None:
+        if request_id in self._frozen:
+            raise InvalidArgumentError(f"request {request_id!r} is being moved to another node")
+
+    def _check_tables(self, state: bytes, num_offered: int) -> _RequestState:
+        """The state, if it has one table for each group, and each block of the offer is in one of them."""
+        try:
+            decoded = msgspec.msgpack.decode(state, type=_RequestState)
+        except msgspec.DecodeError as error:
+            raise InvalidArgumentError(f"the source's state of a request can not be read: {error}") from error
+        places = sorted(place for table in decoded.tables for place in table.places if place >= 0)
+        if len(decoded.tables) != len(self.manager.groups) or places != list(range(num_offered)):
+            raise InvalidArgumentError(
+                f"the source's request has {len(decoded.tables)} tables over {len(places)} blocks, here there "
+                f"are {len(self.manager.groups)} groups, and {num_offered} blocks were offered"
+            )
+        return decoded
+
+    def _forget_room(self, room: Room) -> None:
+        for index, (known, _) in enumerate(self._rooms):
+            if known is room:
+                del self._rooms[index]
+                return
+
+
+def _get_request_id(subject: Subject) -> str:
+    if not isinstance(subject, SequenceSubject):
+        raise InvalidArgumentError("only a request is moved")
+    return str(subject.sequence_id)
+
+
+def _describe_groups(manager: KVCacheManager) -> tuple[str, ...]:
+    """The groups in words; () for what `BlockLayout` says by itself."""
+    pool = manager.block_pool
+    first = manager.groups[0]
+    is_plain = len(manager.groups) == 1 and isinstance(first, FullAttentionSpec)
+    if is_plain and first.block_size == pool.hash_block_size and not pool.num_hash_lookahead_tokens:
+        return ()
+    hashed = f"hashes of {pool.hash_block_size} tokens and {pool.num_hash_lookahead_tokens} ahead"
+    return (*map(repr, manager.groups), hashed)

@@ -1,0 +1,250 @@
+"""`Migration`: one migration of a node, running or ended; what callers wait for, ask and cancel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from kv_pool.errors import MigrationCancelledError
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.subjects import Subject, describe_subject
+from kv_pool.migration.target import Pull, PullCounts
+
+
+class Migration(ABC):
+    """From `Migrator`. All of it may be called by any thread.
+
+    Attributes:
+        migration_id: 32 hex digits, the same at both nodes.
+        peer: the other node.
+    """
+
+    direction: str
+
+    def __init__(self, transfer_id: bytes, peer: str, subject: Subject, is_move: bool) -> None:
+        self.transfer_id = transfer_id
+        self.migration_id = transfer_id.hex()
+        self.peer = peer
+        self.subject = subject
+        self.is_move = is_move
+        self._started = time.time()
+        self._begun_s = time.monotonic()
+        self._elapsed_s: float | None = None
+        self._changed = threading.Condition()
+
+    @property
+    @abstractmethod
+    def phase(self) -> MigrationPhase:
+        """Where it is."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> PullCounts:
+        """How far it is."""
+
+    @property
+    @abstractmethod
+    def error(self) -> Exception | None:
+        """What it failed with, or is in doubt for."""
+
+    @property
+    @abstractmethod
+    def new_ids(self) -> list[int]:
+        """The blocks' ids at the target, in the order of the subject; of one that is done."""
+
+    @abstractmethod
+    def cancel(self) -> bool:
+        """Give it up: the source keeps what it has, the target nothing. False: it is too late."""
+
+    def get_status(self) -> MigrationStatus:
+        """How far it is, now."""
+        counts, error = self.counts, self.error
+        elapsed_s = time.monotonic() - self._begun_s if self._elapsed_s is None else self._elapsed_s
+        return MigrationStatus(
+            self.migration_id,
+            self.direction,
+            self.peer,
+            describe_subject(self.subject),
+            self.is_move,
+            self.phase,
+            self._started,
+            counts.num_blocks,
+            counts.num_present_blocks,
+            counts.num_done_blocks,
+            counts.num_bytes,
+            counts.num_descriptors,
+            counts.num_bytes / elapsed_s if elapsed_s > 0 else 0.0,
+            elapsed_s,
+            "" if error is None else type(error).__name__,
+            "" if error is None else str(error),
+        )
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """Wait for the end.
+
+        Args:
+            timeout_s: None for as long as it takes; but one that is in doubt for longer than a lease is not
+                waited for.
+        Returns:
+            The blocks' ids at the target, in the order of the subject.
+        Raises:
+            MigrationInDoubtError: the source has not answered whether it gave a move up; ask again later.
+            TimeoutError: it goes on.
+            Whatever it failed with.
+        """
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: self.phase.is_ended or self._is_long_in_doubt(), timeout_s)
+            phase, error = self.phase, self.error
+        if phase is MigrationPhase.DONE:
+            return list(self.new_ids)
+        if error is not None and (phase.is_ended or phase is MigrationPhase.IN_DOUBT):
+            raise error
+        assert not is_over
+        raise TimeoutError(f"migration {self.migration_id} is {phase.value} after {timeout_s} s")
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Has it ended by then, well or not?"""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.phase.is_ended, timeout_s)
+
+    def note_change(self) -> None:
+        """Wake whoever waits. Called by the migrator."""
+        with self._changed:
+            if self.phase.is_ended and self._elapsed_s is None:
+                self._elapsed_s = time.monotonic() - self._begun_s
+            self._changed.notify_all()
+
+    def _is_long_in_doubt(self) -> bool:
+        return False
+
+
+class IncomingMigration(Migration):
+    """At the target."""
+
+    direction = "in"
+
+    def __init__(self, pull: Pull, peer: str, lease_s: float) -> None:
+        super().__init__(pull.transfer_id, peer, pull.subject, pull.is_move)
+        self.pull = pull
+        self._lease_s = lease_s
+        self.doubted_since: float | None = None
+
+    @property
+    def phase(self) -> MigrationPhase:
+        return self.pull.phase
+
+    @property
+    def counts(self) -> PullCounts:
+        return self.pull.counts
+
+    @property
+    def error(self) -> Exception | None:
+        return self.pull.error
+
+    @property
+    def new_ids(self) -> list[int]:
+        return self.pull.new_ids
+
+    def cancel(self) -> bool:
+        return self.pull.cancel()
+
+    def assume_source_gone(self) -> bool:
+        """Of one in doubt: the source is gone for good, or was told to forget the subject. It is ours then.
+
+        Say so only if you know: a source that goes on with the subject would share it with this node. False,
+        with nothing changed, if it is not in doubt.
+        """
+        return self.pull.assume_source_gone()
+
+    def note_change(self) -> None:
+        if self.phase is MigrationPhase.IN_DOUBT and self.doubted_since is None:
+            self.doubted_since = time.monotonic()
+        super().note_change()
+
+    def _is_long_in_doubt(self) -> bool:
+        since = self.doubted_since
+        is_in_doubt = self.phase is MigrationPhase.IN_DOUBT
+        return is_in_doubt and since is not None and time.monotonic() - since > self._lease_s
+
+
+class OutgoingMigration(Migration):
+    """At the source: what a target has asked for, or was asked to pull.
+
+    Args:
+        cancel: takes the blocks back; False if the target has them.
+        is_push: this node has asked for it, and hears from the target how it goes.
+
+    Attributes:
+        woken: set when it has ended.
+    """
+
+    direction = "out"
+
+    def __init__(
+        self,
+        transfer_id: bytes,
+        peer: str,
+        subject: Subject,
+        is_move: bool,
+        phase: MigrationPhase,
+        cancel: Callable[[], bool],
+        is_push: bool,
+    ) -> None:
+        super().__init__(transfer_id, peer, subject, is_move)
+        self._phase = phase
+        self._is_push = is_push
+        self._counts = PullCounts()
+        self._error: Exception | None = None
+        self._new_ids: list[int] = []
+        self._cancel = cancel
+        self.woken = threading.Event()
+
+    @property
+    def phase(self) -> MigrationPhase:
+        return self._phase
+
+    @property
+    def counts(self) -> PullCounts:
+        return self._counts
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
+
+    @property
+    def new_ids(self) -> list[int]:
+        return self._new_ids
+
+    def cancel(self) -> bool:
+        return not self._phase.is_ended and self._cancel()
+
+    def note_lent(self, num_blocks: int) -> None:
+        """The target has asked for it."""
+        with self._changed:
+            if not self._phase.is_ended:
+                self._phase = MigrationPhase.READING
+                self._counts.num_blocks = num_blocks
+
+    def note_progress(self, counts: PullCounts) -> None:
+        """As the target says."""
+        with self._changed:
+            if not self._phase.is_ended:
+                self._counts = counts
+
+    def note_cancelled(self, reason: str) -> None:
+        """The blocks are back before they were acknowledged; the target will say why, if it was asked to pull."""
+        if not self._is_push:
+            why = f": {reason}" if reason else ""
+            error = MigrationCancelledError(f"the blocks were taken back{why}")
+            self.end(MigrationPhase.CANCELLED, [], error)
+
+    def end(self, phase: MigrationPhase, new_ids: list[int], error: Exception | None) -> bool:
+        """It is over. False, with nothing changed, if it was before."""
+        with self._changed:
+            if self._phase.is_ended:
+                return False
+            self._phase, self._new_ids, self._error = phase, new_ids, error
+        self.woken.set()
+        return True

@@ -1,0 +1,555 @@
+"""`Migrator`: one node: lends blocks of its site to others, and pulls theirs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final
+
+from kv_pool.errors import (
+    InvalidArgumentError,
+    MigrationError,
+    PeerUnavailableError,
+    StaleTransferError,
+)
+from kv_pool.manager.leases import Lease
+from kv_pool.migration import invariants
+from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.messages import (
+    AcknowledgeTransfer,
+    AnnounceNode,
+    AskChecksums,
+    AskPull,
+    CancelTransfer,
+    DescribeNode,
+    ListNodes,
+    Message,
+    NodeDescription,
+    NodeLocation,
+    PrepareTransfer,
+    PullOutcome,
+    PullStarted,
+    PullSubject,
+    RenewLease,
+)
+from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMigration
+from kv_pool.migration.peer_links import PeerLinks
+from kv_pool.migration.peers import Peers, check_name
+from kv_pool.migration.push import Push
+from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.registry import NodeRegistry
+from kv_pool.migration.site import MigrationSite
+from kv_pool.migration.source import SourceTransfers, Transfer, TransferState, make_epoch
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.subjects import PrefixSubject, Subject
+from kv_pool.migration.target import Pull, PullSettings
+from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+from kv_pool.migration.workers import Workers
+
+_logger = logging.getLogger(__name__)
+
+MAX_ENDED: Final = 1000
+_MAX_CALL_S = 5.0
+_MAX_TICK_S = 1.0
+_MAX_RETRY_S = 30.0
+
+
+class Migrator:
+    """A node: others copy and move blocks of its site, and it copies and moves theirs.
+
+        with Migrator("a", site, backends=[InProcessBackend(storage)]) as a, \\
+             Migrator("b", other_site, backends=[InProcessBackend(other_storage)]) as b:
+            a.connect(b)
+            a.migrate(SequenceSubject("request 7"), "b").wait()
+
+    Args:
+        name: of the node, which no other node has: 1 to 64 letters, digits, `.`, `_`, `-`.
+        backends: ways to get at blocks, the preferred one first; each over the site's storage, and this node's
+            alone.
+        secret: shared by the nodes, see `load_secret`; needed to listen, and to reach nodes elsewhere.
+        listen: host:port; None to be reached by nodes of this process only.
+        peers: where other nodes listen.
+        location: where this node is, for whoever chooses among nodes.
+        lease_s: how long blocks are lent without a sign of life. A node that stops for longer loses the
+            migrations it was in.
+        max_bytes_per_s: that this node reads in all; 0 for no limit.
+        max_concurrent: migrations to this node that are under way at a time; others wait.
+        on_phase: called with a status at each change, by the thread that made it and before it goes on. Must not
+            wait for a migration.
+        registry: what this node answers about the nodes that are there; None to know its peers only.
+        clock: the time in seconds, never falling; that of the site's leases.
+
+    `fetch` and `migrate` return at once; the work is done by threads. Do not wait for a migration while holding
+    the site's lock. A node is started once.
+
+    Attributes:
+        epoch: of this life of the node; a new one after each start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        site: MigrationSite,
+        *,
+        backends: Sequence[TransferBackend],
+        secret: bytes | None = None,
+        listen: str | None = None,
+        peers: Peers | None = None,
+        location: NodeLocation = NodeLocation(),  # noqa: B008 (frozen)
+        lease_s: float = 30.0,
+        max_bytes_per_s: float = 0.0,
+        max_concurrent: int = 4,
+        on_phase: Callable[[MigrationStatus], object] | None = None,
+        registry: NodeRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not lease_s > 0 or max_concurrent < 1:
+            raise InvalidArgumentError(
+                f"lease_s is {lease_s} and max_concurrent {max_concurrent}; a lease lasts more than 0 s, and at "
+                "least 1 migration is under way at a time"
+            )
+        if listen is not None and secret is None:
+            raise InvalidArgumentError(f"node {name!r} listens at {listen}; only with a secret, see load_secret")
+        self.name: Final = check_name(name)
+        self.epoch: Final = make_epoch(name, secrets.token_hex(8))
+        self.site: Final = site
+        self.peers: Final = Peers() if peers is None else peers
+        self.location: Final = location
+        self.lease_s: Final = lease_s
+        self._backends = list(backends)
+        self._registry = registry
+        self._clock = clock
+        self._on_phase = on_phase
+        self._call_s = min(_MAX_CALL_S, lease_s)
+        self._links = PeerLinks(name, self.peers, secret, backends)
+        self._source = SourceTransfers(site, name, self.epoch, lease_s, clock, self._note_transfer)
+        self._limit = RateLimit(max_bytes_per_s, clock)
+        self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
+        self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
+        self._pushers = Workers(f"kv_pool {name} pushes", 64)
+        self._settings = PullSettings(
+            name, site, lease_s, clock, self._limit, self._askers, self._note_pull, self._note_unsettled
+        )
+        self._server: CallServer | None = None
+        for backend in backends:
+            backend.attach(name, self._source.check_lent, self._links.find_address, secret or b"")
+        if listen is not None and secret is not None:
+            handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
+            self._server = CallServer(
+                listen,
+                secret,
+                self.answer,
+                bulk_handlers={key: handler for key, handler in handlers.items() if handler is not None},
+            )
+        self._lock = threading.Lock()
+        self._migrations: OrderedDict[bytes, Migration] = OrderedDict()
+        self._ended: deque[bytes] = deque()
+        # When the source of a pull is told next that we are alive, or is asked again; and after what pause then.
+        self._due: dict[bytes, tuple[float, float]] = {}
+        self._unsettled: list[tuple[Lease, BlockReader]] = []
+        self._housekeeping: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    # ---- the node --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve others from now on, and end leases that are over.
+
+        Raises:
+            EndpointError: the address can not be had. Nothing has changed.
+            InvalidArgumentError: it was started before.
+        """
+        if self._housekeeping is not None:
+            raise InvalidArgumentError(f"node {self.name!r} was started before; make a new one")
+        if self._server is not None:
+            self._server.start()
+        self._housekeeping = threading.Thread(
+            target=self._keep_house, name=f"kv_pool {self.name} leases", daemon=True
+        )
+        self._housekeeping.start()
+
+    def stop(self) -> None:
+        """End: cancel what can be cancelled, take back what is lent, hang up.
+
+        A move whose source has not answered is asked about for another lease; without an answer its blocks stay
+        in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer may still
+        write to stay in quarantine.
+        """
+        if self._housekeeping is None or self._stopping.is_set():
+            return
+        with self._lock:
+            running = [found for found in self._migrations.values() if not found.phase.is_ended]
+        for migration in running:
+            migration.cancel()
+        deadline = time.monotonic() + self.lease_s + self._call_s
+        for migration in running:
+            migration.wait_for_end(max(0.0, deadline - time.monotonic()))
+        self._stopping.set()
+        self._housekeeping.join()
+        if self._server is not None:
+            self._server.stop()
+        for migration in running:
+            if isinstance(migration, IncomingMigration) and migration.pull.give_up_doubt():
+                _logger.warning("node %s stops, and a move is undecided: %s", self.name, migration.error)
+        for transfer in self._source.list_lent():
+            self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
+        for workers in (self._pullers, self._pushers, self._askers):
+            workers.stop()
+        self._links.close()
+        for backend in self._backends:
+            backend.close()
+        self._settle()
+
+    def __enter__(self) -> Migrator:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, host:port; "" for nowhere."""
+        return "" if self._server is None else self._server.address
+
+    def connect(self, peer: Migrator) -> None:
+        """Let this node and another one of this process reach each other by their names."""
+        if peer.name == self.name:
+            raise InvalidArgumentError(f"two nodes are called {self.name!r}")
+        self._links.connect(peer.name, peer.answer)
+        peer._links.connect(self.name, self.answer)
+
+    def describe(self) -> NodeDescription:
+        """This node, its pool, and the ways to read from it."""
+        with self.site.lock:
+            num_free = self.site.count_free_blocks()
+        return NodeDescription(
+            self.name,
+            self.epoch,
+            self.site.layout,
+            num_free,
+            self.site.storage.num_blocks - 1,
+            {backend.name: backend.describe() for backend in self._backends},
+            self.location,
+            self.address,
+        )
+
+    def ask(self, name: str, timeout_s: float = 5.0) -> NodeDescription:
+        """What another node says of itself.
+
+        Raises:
+            PeerUnavailableError: it is not known, or does not answer; PeerAuthenticationError: not with our
+                secret.
+        """
+        reply = self._links.call(name, DescribeNode(), timeout_s)
+        if not isinstance(reply, NodeDescription):
+            raise MigrationError(f"node {name!r} has answered DescribeNode with {type(reply).__name__}")
+        if reply.name != name:
+            raise PeerUnavailableError(
+                f"the node where {name!r} should listen is called {reply.name!r}; is the list of peers up to date?"
+            )
+        return reply
+
+    # ---- migrations ------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        subject: Subject,
+        source: str,
+        *,
+        is_move: bool = False,
+        max_bytes_per_s: float | None = None,
+    ) -> Migration:
+        """Get something from another node.
+
+        Args:
+            source: the node's name.
+            is_move: the source gives it up; a prefix is copied in any case.
+            max_bytes_per_s: for this migration; None for the node's limit only.
+        Raises:
+            InvalidArgumentError: a limit that is negative, a prefix that is to be moved.
+            MigrationError: this node does not run.
+            What else goes wrong is raised by `Migration.wait`.
+        """
+        return self._start_pull(secrets.token_bytes(16), subject, source, is_move, max_bytes_per_s or 0.0)
+
+    def migrate(
+        self,
+        subject: Subject,
+        target: str,
+        *,
+        is_move: bool = True,
+        max_bytes_per_s: float | None = None,
+    ) -> Migration:
+        """Give something to another node, which is asked to fetch it.
+
+        The migration has the same id there. Raises: as `fetch`.
+        """
+        self._check_can_start(subject, is_move)
+        limit = max_bytes_per_s or 0.0
+        RateLimit(limit, self._clock)
+        transfer_id = secrets.token_bytes(16)
+        push = Push(
+            PullSubject(transfer_id, subject, is_move, self.name, self.address, limit),
+            target,
+            self._source,
+            lambda message: self._links.call(target, message, self._call_s),
+            self.lease_s,
+            self._note_migration,
+        )
+        with self._lock:
+            self._migrations[transfer_id] = push.migration
+        self._note_migration(push.migration)
+        self._pushers.submit(push.run)
+        return push.migration
+
+    def list_migrations(self) -> list[MigrationStatus]:
+        """Running ones and the last 1000 that have ended, in both directions, oldest first."""
+        with self._lock:
+            found = list(self._migrations.values())
+        return [migration.get_status() for migration in found]
+
+    def find_migration(self, migration_id: str) -> Migration:
+        """A running one, or one of the last 1000 that have ended.
+
+        Raises:
+            InvalidArgumentError: there is none; names those that run.
+        """
+        with self._lock:
+            for migration in self._migrations.values():
+                if migration.migration_id == migration_id:
+                    return migration
+            running = [found.migration_id for found in self._migrations.values() if not found.phase.is_ended]
+        raise InvalidArgumentError(
+            f"node {self.name!r} knows no migration {migration_id!r}; running are: {', '.join(running) or 'none'}"
+        )
+
+    def check_invariants(self) -> None:
+        """Verify what `migration/invariants.py` says. Raises CorruptedPoolError; changes nothing."""
+        with self._lock:
+            pulls = [found.pull for found in self._migrations.values() if isinstance(found, IncomingMigration)]
+        with self.site.lock:
+            invariants.check(self.site, self._source, pulls, [lease for lease, _ in self._unsettled])
+
+    # ---- what other nodes ask --------------------------------------------------------------------
+
+    def answer(self, message: Message, caller: str) -> Message:
+        """What this node replies. Raises what it can not do; safe for several threads.
+
+        Args:
+            caller: the node that asks, as it calls itself.
+        """
+        match message:
+            case DescribeNode():
+                return self.describe()
+            case PrepareTransfer():
+                return self._source.prepare(message)
+            case AskChecksums():
+                return self._source.compute_checksums(message)
+            case RenewLease():
+                return self._source.renew(message)
+            case AcknowledgeTransfer():
+                return self._source.acknowledge(message)
+            case CancelTransfer():
+                return self._source.cancel(message)
+            case PullSubject():
+                return self._answer_pull(message)
+            case AskPull():
+                return self._answer_ask_pull(message)
+            case AnnounceNode() if self._registry is not None:
+                return self._registry.announce(message)
+            case ListNodes() if self._registry is not None:
+                return self._registry.list_nodes()
+        raise InvalidArgumentError(f"node {self.name!r} does not answer {type(message).__name__} of {caller!r}")
+
+    def _answer_pull(self, message: PullSubject) -> PullStarted:
+        self._links.learn_address(message.source, message.source_address)
+        with self._lock:
+            known = message.pull_id in self._migrations
+        if not known:
+            self._start_pull(
+                message.pull_id, message.subject, message.source, message.is_move, message.max_bytes_per_s
+            )
+        return PullStarted(message.pull_id.hex())
+
+    def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
+        with self._lock:
+            migration = self._migrations.get(message.pull_id)
+        if not isinstance(migration, IncomingMigration):
+            raise StaleTransferError(f"node {self.name!r} pulls nothing called {message.pull_id.hex()}")
+        if message.cancel:
+            migration.cancel()
+        status = migration.get_status()
+        return PullOutcome(
+            status.phase.value,
+            status.num_blocks,
+            status.num_present_blocks,
+            status.num_done_blocks,
+            status.num_bytes,
+            status.num_descriptors,
+            status.error,
+            status.error_message,
+            migration.new_ids,
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _check_can_start(self, subject: Subject, is_move: bool) -> None:
+        if self._housekeeping is None or self._stopping.is_set():
+            raise MigrationError(f"node {self.name!r} does not run; start() it")
+        if is_move and isinstance(subject, PrefixSubject):
+            raise InvalidArgumentError("a prefix is copied, not moved: the source keeps it while there is room")
+
+    def _start_pull(
+        self, transfer_id: bytes, subject: Subject, source: str, is_move: bool, max_bytes_per_s: float
+    ) -> Migration:
+        self._check_can_start(subject, is_move)
+        limit = RateLimit(max_bytes_per_s, self._clock)
+        peer = _PeerOfPull(self, source)
+        pull = Pull(self._settings, peer, transfer_id, subject, is_move, limit)
+        migration = IncomingMigration(pull, source, self.lease_s)
+        with self._lock:
+            known = self._migrations.get(transfer_id)
+            if known is not None:
+                return known
+            self._migrations[transfer_id] = migration
+        self._note_migration(migration)
+        self._pullers.submit(pull.run)
+        return migration
+
+    def _note_pull(self, pull: Pull) -> None:
+        with self._lock:
+            migration = self._migrations[pull.transfer_id]
+        self._note_migration(migration)
+
+    def _note_transfer(self, transfer: Transfer) -> None:
+        """Something was lent, or is not any more."""
+        message = transfer.message
+        with self._lock:
+            migration = self._migrations.get(message.transfer_id)
+            if migration is None:
+                migration = OutgoingMigration(
+                    message.transfer_id,
+                    message.target,
+                    message.subject,
+                    message.is_move,
+                    MigrationPhase.READING,
+                    lambda: self._take_back(message.transfer_id),
+                    is_push=False,
+                )
+                self._migrations[message.transfer_id] = migration
+        if not isinstance(migration, OutgoingMigration):
+            return  # a node that migrates to itself, which the site refuses
+        outcome = self._source.find_outcome(message.transfer_id)
+        if outcome is None:
+            migration.note_lent(len(transfer.selection.blocks))
+        elif outcome.state is TransferState.ACKNOWLEDGED:
+            migration.end(MigrationPhase.DONE, list(outcome.new_ids), None)
+        elif outcome.state is TransferState.EXPIRED:
+            error = StaleTransferError(
+                f"node {message.target!r} has given no sign of life for {self.lease_s:g} s; the blocks stay here"
+            )
+            migration.end(MigrationPhase.FAILED, [], error)
+        else:
+            migration.note_cancelled(outcome.reason)
+        self._note_migration(migration)
+
+    def _take_back(self, transfer_id: bytes) -> bool:
+        return not self._source.cancel(CancelTransfer(transfer_id, "the source wants them back")).is_acknowledged
+
+    def _note_migration(self, migration: Migration) -> None:
+        phase = migration.phase
+        now = self._clock()
+        with self._lock:
+            if phase is MigrationPhase.READING and isinstance(migration, IncomingMigration):
+                self._due.setdefault(migration.transfer_id, (now + self.lease_s / 3, self.lease_s / 3))
+            elif phase is MigrationPhase.IN_DOUBT:
+                self._due.setdefault(migration.transfer_id, (now, self.lease_s / 30))
+            else:
+                self._due.pop(migration.transfer_id, None)
+        if self._on_phase is not None:
+            try:
+                self._on_phase(migration.get_status())
+            except Exception:
+                _logger.exception("on_phase of node %s has failed; the migration goes on", self.name)
+        migration.note_change()
+        if phase.is_ended:
+            self._forget_oldest(migration.transfer_id)
+
+    def _forget_oldest(self, transfer_id: bytes) -> None:
+        with self._lock:
+            self._ended.append(transfer_id)
+            if len(self._ended) > MAX_ENDED:
+                self._migrations.pop(self._ended.popleft(), None)
+
+    def _note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
+        """Bytes may yet be written: the blocks go to nobody until they can not. Called with the site's lock."""
+        self._unsettled.append((lease, reader))
+
+    # ---- housekeeping ----------------------------------------------------------------------------
+
+    def _keep_house(self) -> None:
+        tick_s = min(_MAX_TICK_S, self.lease_s / 10)
+        while not self._stopping.wait(tick_s):
+            try:
+                self._source.expire()
+                with self.site.lock:
+                    self.site.leases.expire()
+                self._settle()
+                self._remind()
+            except Exception:
+                _logger.exception("housekeeping of node %s has failed; it is tried again", self.name)
+
+    def _settle(self) -> None:
+        """Give back what was in quarantine and is written no more."""
+        with self.site.lock:
+            unsettled = list(self._unsettled)
+        for lease, reader in unsettled:
+            if reader.is_settled():
+                with self.site.lock:
+                    lease.give_back()
+                    self._unsettled.remove((lease, reader))
+
+    def _remind(self) -> None:
+        """Tell sources that their blocks are still read; ask again those that have not answered."""
+        now = self._clock()
+        with self._lock:
+            due = [transfer_id for transfer_id, (time_s, _) in self._due.items() if time_s <= now]
+            migrations = [self._migrations[transfer_id] for transfer_id in due]
+            for migration in migrations:
+                _, pause_s = self._due[migration.transfer_id]
+                is_in_doubt = migration.phase is MigrationPhase.IN_DOUBT
+                longer_s = min(_MAX_RETRY_S, self.lease_s, 2 * pause_s) if is_in_doubt else pause_s
+                self._due[migration.transfer_id] = (now + pause_s, longer_s)
+        for migration in migrations:
+            if isinstance(migration, IncomingMigration):
+                pull = migration.pull
+                is_in_doubt = pull.phase is MigrationPhase.IN_DOUBT
+                self._askers.submit(pull.resolve if is_in_doubt else pull.renew)
+
+
+class _PeerOfPull:
+    """The source of a pull, by its name. See `PullPeer`."""
+
+    def __init__(self, migrator: Migrator, name: str) -> None:
+        self._migrator = migrator
+        self._links = migrator._links
+        self._name = name
+
+    def call(self, message: Message) -> Message:
+        if isinstance(message, DescribeNode):
+            return self._migrator.ask(self._name, self._migrator._call_s)
+        return self._links.call(self._name, message, self._migrator._call_s)
+
+    def take_reader(self, source: NodeDescription) -> BlockReader:
+        return self._links.take_reader(source)
+
+    def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        self._links.leave_reader(source, reader)

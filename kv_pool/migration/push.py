@@ -1,0 +1,139 @@
+"""`Push`: a migration that its source wants: it asks the target to pull, and hears how that went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
+from kv_pool.migration.call_failures import raise_failure
+from kv_pool.migration.messages import (
+    AskPull,
+    CallFailed,
+    CancelTransfer,
+    Message,
+    PullOutcome,
+    PullSubject,
+)
+from kv_pool.migration.migration import Migration, OutgoingMigration
+from kv_pool.migration.source import SourceTransfers
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.target import PullCounts
+
+_POLL_S = 0.05
+_TRIES = 3
+
+
+class Push:
+    """One such migration. A thread calls `run`.
+
+    The pull has this migration's id for its transfer, so what becomes of the blocks is decided by this node's own
+    `SourceTransfers`: what the target says is progress, and why it has failed.
+
+    Args:
+        call: asks the target; raises what it answers, or PeerUnavailableError.
+        lease_s: a target that is not heard of for so long has failed.
+        on_change: called with the migration when it has ended.
+    """
+
+    def __init__(
+        self,
+        message: PullSubject,
+        target: str,
+        source: SourceTransfers,
+        call: Callable[[Message], Message],
+        lease_s: float,
+        on_change: Callable[[Migration], object],
+    ) -> None:
+        self.migration = OutgoingMigration(
+            message.pull_id, target, message.subject, message.is_move, MigrationPhase.WAITING, self._cancel, True
+        )
+        self._message = message
+        self._target = target
+        self._source = source
+        self._call = call
+        self._poll_s = min(_POLL_S, lease_s / 10)
+        self._on_change = on_change
+
+    def run(self) -> None:
+        """Until it has ended. What goes wrong is the migration's error."""
+        try:
+            self._ask_until_started()
+            self._ask_until_ended()
+        except Exception as error:
+            self._break_off(error)
+        if self.migration.phase is MigrationPhase.CANCELLED:
+            # It finds out by itself, but may be reading meanwhile.
+            with suppress(KVPoolError):
+                self._call(AskPull(self._message.pull_id, cancel=True))
+
+    def _ask_until_started(self) -> None:
+        for num_left in reversed(range(_TRIES)):
+            try:
+                self._call(self._message)
+                return
+            except PeerUnavailableError:
+                if not num_left or self.migration.woken.wait(self._poll_s):
+                    raise
+
+    def _ask_until_ended(self) -> None:
+        """The acknowledgement ends it sooner, where there is one."""
+        num_failures = 0
+        while not self.migration.woken.wait(self._poll_s):
+            try:
+                outcome = self._call(AskPull(self._message.pull_id))
+            except StaleTransferError as error:
+                raise PeerUnavailableError(
+                    f"node {self._target!r} was restarted, or has forgotten the migration"
+                ) from error
+            except PeerUnavailableError:
+                num_failures += 1
+                # As long as blocks are lent, the lease decides: it may reach us, and we not it.
+                if num_failures >= _TRIES and not self._is_lent():
+                    raise
+                continue
+            num_failures = 0
+            if isinstance(outcome, PullOutcome):
+                self._note(outcome)
+
+    def _note(self, outcome: PullOutcome) -> None:
+        self.migration.note_progress(
+            PullCounts(
+                outcome.num_blocks,
+                outcome.num_present_blocks,
+                outcome.num_done_blocks,
+                outcome.num_bytes,
+                outcome.num_descriptors,
+            )
+        )
+        phase = MigrationPhase(outcome.phase)
+        if phase is MigrationPhase.DONE and not self._message.is_move:
+            # A copy whose acknowledgement was lost.
+            self._source.cancel(CancelTransfer(self._message.pull_id, "it has arrived"))
+            self._end(MigrationPhase.DONE, outcome.new_ids, None)
+        elif phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
+            raise_failure(CallFailed(outcome.error, outcome.error_message), self._target)
+
+    def _break_off(self, error: Exception) -> None:
+        """Take back what is lent: from here on the target can not get it, unless it has it already."""
+        self._source.cancel(CancelTransfer(self._message.pull_id, str(error)[:200]))
+        # Of an acknowledged one `SourceTransfers` has told already, and this changes nothing.
+        is_wanted = isinstance(error, MigrationCancelledError)
+        self._end(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)
+
+    def _cancel(self) -> bool:
+        reply = self._source.cancel(CancelTransfer(self._message.pull_id, "the source has cancelled it"))
+        if reply.is_acknowledged:
+            return False
+        error = MigrationCancelledError("the migration was cancelled; this node has the blocks")
+        return self._end(MigrationPhase.CANCELLED, [], error)
+
+    def _end(self, phase: MigrationPhase, new_ids: list[int], error: Exception | None) -> bool:
+        is_ended = self.migration.end(phase, new_ids, error)
+        if is_ended:
+            self._on_change(self.migration)
+        return is_ended
+
+    def _is_lent(self) -> bool:
+        pull_id = self._message.pull_id
+        return any(transfer.message.transfer_id == pull_id for transfer in self._source.list_lent())

@@ -1,0 +1,525 @@
+"""`Pull`: one migration, as its target drives it: prepare, take room, read, verify, insert, acknowledge, adopt.
+
+            the source                                  the target
+                |  <-------------- PrepareTransfer ---------  |  PREPARING
+    M1  lend    |  --------------- Offer ------------------>  |  take room, lent for writing          M2
+                |  <============== bytes, in batches =======  |  READING
+    checksums   |  <-------------- AskChecksums ------------  |  verify
+                |                                             |  INSERTING: the blocks can be hit     M3
+    M4  give up |  <-------------- AcknowledgeTransfer -----  |  ACKNOWLEDGING
+                |  --------------- Acknowledged ----------->  |  adopt; DONE
+
+What fails before the acknowledgement is sent leaves the source as it was and the target empty (M5); from then
+on the source's answer decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_pool.errors import (
+    MigrationCancelledError,
+    MigrationError,
+    MigrationInDoubtError,
+    PeerUnavailableError,
+    StaleTransferError,
+    TransferFailedError,
+)
+from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
+from kv_pool.migration.messages import (
+    AcknowledgeTransfer,
+    Acknowledged,
+    AskChecksums,
+    CancelTransfer,
+    Cancelled,
+    Checksums,
+    DescribeNode,
+    LeaseRenewed,
+    Message,
+    NodeDescription,
+    Offer,
+    PrepareTransfer,
+    RenewLease,
+)
+from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.site import MigrationSite, Room
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.subjects import Subject
+from kv_pool.migration.transfer_backend import BlockReader
+from kv_pool.storage.checksums import checksum_blocks
+
+_Reply = TypeVar("_Reply", bound=Message)
+_Result = TypeVar("_Result")
+_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BLOCKS = 1024
+_TRIES = 3
+"""How often blocks are read, or a request is sent whose repetition is harmless, before it has failed."""
+_PAUSE_S = 0.02
+
+
+class PullPeer(Protocol):
+    """The source, as a pull reaches it."""
+
+    def call(self, message: Message) -> Message:
+        """Ask it. Raises what it answers with, or PeerUnavailableError where it does not answer."""
+
+    def take_reader(self, source: NodeDescription) -> BlockReader:
+        """Connect, or use a connection that was left. Raises PeerUnavailableError, InvalidArgumentError."""
+
+    def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        """The reader has nothing under way, and may be used by the next pull."""
+
+
+class Parallel(Protocol):
+    """What runs things beside the caller, such as `Workers`."""
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Run it soon."""
+
+
+@dataclass(frozen=True)
+class PullSettings:
+    """What all pulls of a node share.
+
+    Attributes:
+        name: the target's.
+        lease_s: for how long room is lent for writing without a sign of life; how long a read may take.
+        clock: seconds, never falling; that of the site's leases.
+        deadline_clock: `time.monotonic`, by which backends take their deadlines.
+        limit: of all migrations to this node together.
+        on_change: called with the pull when it has entered a phase or finished a batch, without any lock.
+        on_unsettled: called with a lease and a reader that may yet write into its blocks.
+    """
+
+    name: str
+    site: MigrationSite
+    lease_s: float
+    clock: Callable[[], float]
+    deadline_clock: Callable[[], float]
+    limit: RateLimit
+    parallel: Parallel
+    on_change: Callable[[Pull], object]
+    on_unsettled: Callable[[Lease, BlockReader], object]
+
+
+@dataclass
+class PullCounts:
+    """Progress, as in `MigrationStatus`."""
+
+    num_blocks: int = 0
+    num_present_blocks: int = 0
+    num_done_blocks: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+
+
+@dataclass
+class _Batch:
+    """Blocks that are read at once: positions in the offer, ids at both sides."""
+
+    positions: list[int]
+    remote_ids: list[int]
+    local_ids: list[int]
+
+
+class Pull:
+    """One migration to this node. One thread calls `run`, then `resolve` as long as it is in doubt.
+
+    Attributes:
+        transfer_id: 16 bytes; a pull that its source asked for has the id that the source chose.
+        phase, counts: see `MigrationStatus`.
+        error: what it failed with; of one in doubt what the source's answer is missing for.
+        new_ids: of one that is done, in the order of the offer.
+        room, lease: what it holds of the pool, None for nothing. Behind the site's lock.
+    """
+
+    def __init__(
+        self,
+        settings: PullSettings,
+        peer: PullPeer,
+        transfer_id: bytes,
+        subject: Subject,
+        is_move: bool,
+        limit: RateLimit,
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.subject = subject
+        self.is_move = is_move
+        self.phase = MigrationPhase.WAITING
+        self.counts = PullCounts()
+        self.error: Exception | None = None
+        self.new_ids: list[int] = []
+        self.room: Room | None = None
+        self.lease: Lease | None = None
+        self._settings = settings
+        self._site = settings.site
+        self._peer = peer
+        self._limit = limit
+        self._source: NodeDescription | None = None
+        self._offer: Offer | None = None
+        self._reader: BlockReader | None = None
+        self._may_be_lent = False
+        self._is_inserted = False
+        # Whether it may still be stopped, and by what it was.
+        self._lock = threading.Lock()
+        self._is_too_late = False
+        self._stopped_by: MigrationError | None = None
+        self._woken = threading.Event()
+        # Held by whoever ends it: the thread that asks the source, or somebody who knows that it is gone.
+        self._ending = threading.Lock()
+
+    # ---- from other threads ----------------------------------------------------------------------
+
+    def cancel(self) -> bool:
+        """Give it up before the acknowledgement is sent. False: it was sent, or the pull has ended."""
+        return self._stop(MigrationCancelledError("the migration was cancelled; its source has the blocks"))
+
+    def renew(self) -> None:
+        """Tell the source that the blocks are still needed, and prolong our own lease.
+
+        An answer that is missing is no matter: there will be another, or the source's lease ends.
+        """
+        if self.phase is not MigrationPhase.READING:
+            return
+        with self._site.lock:
+            if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
+                self.lease.extend(self._settings.clock() + self._settings.lease_s)
+        try:
+            self._call(RenewLease(self.transfer_id), LeaseRenewed)
+        except StaleTransferError as error:
+            self._stop(error)
+        except MigrationError:
+            return
+
+    def assume_source_gone(self) -> bool:
+        """The source uses the blocks no more, and will not say so: they are ours. False if not in doubt."""
+        if self.phase is not MigrationPhase.IN_DOUBT:
+            return False
+        self._adopt()
+        return self.phase is MigrationPhase.DONE
+
+    def give_up_doubt(self) -> bool:
+        """Ask no more, and do not take the subject over: the source may go on with it. False if not in doubt."""
+        with self._ending:
+            if self.phase is not MigrationPhase.IN_DOUBT or self.error is None:
+                return False
+            self._leave(self.error)
+            return True
+
+    # ---- the way ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """From the first request to the end, or until it is in doubt. What goes wrong is in `error`."""
+        try:
+            self._prepare()
+            self._take_room()
+            self._read()
+            self._insert()
+            self._enter_acknowledging()
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._acknowledge()
+
+    def resolve(self) -> None:
+        """Ask the source once more whether it gave a move up, where it has not answered."""
+        if self.phase is MigrationPhase.IN_DOUBT:
+            self._acknowledge()
+
+    def _prepare(self) -> None:
+        """M1: the source lends its blocks. Whoever means something else by them is not even asked."""
+        self._enter(MigrationPhase.PREPARING)
+        self._source = source = self._repeat(DescribeNode(), NodeDescription)
+        self._site.layout.check_same(source.layout, f"node {source.name!r}")
+        self._reader = self._peer.take_reader(source)
+        self._check_wanted()
+        self._may_be_lent = True
+        request = PrepareTransfer(
+            self.transfer_id, self.subject, self.is_move, self._site.layout, self._settings.name
+        )
+        offer = self._repeat(request, Offer)
+        if offer.epoch != source.epoch:
+            raise PeerUnavailableError(f"node {source.name!r} was restarted while it was asked; try again")
+        self._offer = offer
+        self.counts.num_blocks = len(offer.blocks)
+
+    def _take_room(self) -> None:
+        """M2: a block for each that is offered; those to be written are lent to this pull."""
+        offer, site = self._get_offer(), self._site
+        with site.lock:
+            room = site.take_room(self.subject, offer.blocks, offer.state)
+            try:
+                if room.missing:
+                    self.lease = site.leases.lend(
+                        [room.blocks[position] for position in room.missing],
+                        self._settings.clock() + self._settings.lease_s,
+                        f"transfer {self.transfer_id.hex()} from {self._get_source().name}",
+                        LeaseKind.WRITE,
+                    )
+            except BaseException:
+                site.drop(room)
+                raise
+            self.room = room
+        self.counts.num_present_blocks = self.counts.num_done_blocks = len(room.blocks) - len(room.missing)
+
+    def _read(self) -> None:
+        """M2: the missing bytes; those that are not as they were sent are read again."""
+        self._enter(MigrationPhase.READING)
+        positions = self._get_room().missing
+        for _ in range(_TRIES):
+            positions = self._read_once(positions)
+            if not positions:
+                return
+        raise TransferFailedError(
+            f"{len(positions)} blocks of node {self._get_source().name!r} were read {_TRIES} times, and were "
+            "never what their checksums say. Does somebody write to them, or is the network broken?"
+        )
+
+    def _insert(self) -> None:
+        """M3: from here on the blocks can be hit, whatever becomes of the rest."""
+        self._enter(MigrationPhase.INSERTING)
+        self._check_wanted()
+        if self._reader is not None:
+            self._peer.leave_reader(self._get_source(), self._reader)
+            self._reader = None
+        offer = self._get_offer()
+        with self._site.lock:
+            room = self._get_room()
+            # A block that can be hit is written by nobody; the room's own reference keeps it.
+            self._give_lease_back()
+            self._site.insert(self.subject, offer.blocks, room, offer.state)
+            self._is_inserted = True
+
+    def _enter_acknowledging(self) -> None:
+        with self._lock:
+            if self._stopped_by is not None:
+                raise self._stopped_by
+            self._is_too_late = True
+        self._enter(MigrationPhase.ACKNOWLEDGING)
+
+    def _acknowledge(self) -> None:
+        """M3, M4: until the source has answered, a move's subject is not ours. A copy is."""
+        new_ids = [block.block_id for block in self._get_room().blocks]
+        message = AcknowledgeTransfer(self.transfer_id, self._get_offer().epoch, new_ids)
+        try:
+            self._call(message, Acknowledged)
+        except Exception as error:
+            if self.is_move:
+                if isinstance(error, StaleTransferError):
+                    self._end_with_copy(error)
+                else:
+                    self._stay_in_doubt(error)
+                return
+        self._adopt()
+
+    # ---- its ends --------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        with self._ending:
+            if self.phase.is_ended:
+                return
+            offer = self._get_offer()
+            try:
+                with self._site.lock:
+                    room = self._get_room()
+                    self._site.adopt(self.subject, offer.blocks, room, offer.state)
+                    self.new_ids = [block.block_id for block in room.blocks]
+                    self.room = None
+            except Exception as error:
+                self._leave(error)
+                return
+            self.error = None
+            self._enter(MigrationPhase.DONE)
+
+    def _end_with_copy(self, error: Exception) -> None:
+        """The subject is not ours; what was inserted may be hit, and is right."""
+        with self._ending:
+            if not self.phase.is_ended:
+                self._leave(error)
+
+    def _leave(self, error: Exception) -> None:
+        with self._site.lock:
+            self._site.leave(self._get_room())
+            self.room = None
+        self.error = error
+        self._enter(MigrationPhase.FAILED)
+
+    def _stay_in_doubt(self, error: Exception) -> None:
+        with self._ending:
+            if self.phase.is_ended:
+                return
+            self.error = MigrationInDoubtError(
+                f"node {self._get_source().name!r} has not answered whether it gave up "
+                f"{self.counts.num_blocks} blocks; they are kept aside here until it does. ({error})"
+            )
+            if self.phase is not MigrationPhase.IN_DOUBT:
+                self._enter(MigrationPhase.IN_DOUBT)
+
+    def _fail(self, error: Exception) -> None:
+        """M5: nothing is kept, and the source is told."""
+        with self._lock:
+            self._is_too_late = True
+        if self._reader is not None:
+            self._reader.close()
+        with self._site.lock:
+            room, self.room = self.room, None
+            if self._is_inserted and room is not None:
+                self._site.leave(room)
+            elif room is not None:
+                if self.lease is not None and self._reader is not None and not self._reader.is_settled():
+                    self._settings.on_unsettled(self.lease, self._reader)
+                    self.lease = None
+                self._give_lease_back()
+                self._site.drop(room)
+        self._reader = None
+        if self._may_be_lent:
+            # Once, and whatever comes of it: without this the source's lease ends by itself.
+            with suppress(Exception):
+                self._call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
+        self.error = error
+        is_wanted = isinstance(error, MigrationCancelledError)
+        self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _read_once(self, positions: Sequence[int]) -> list[int]:
+        """Read these blocks, each batch verified while the next one is read.
+
+        Returns:
+            Positions whose bytes are not those of their checksums.
+        """
+        parallel = self._settings.parallel
+        wrong: list[int] = []
+        verifying: Future[list[int]] | None = None
+        for batch in self._make_batches(positions):
+            asked = parallel.submit(partial(self._ask_checksums, batch))
+            self._read_batch(batch)
+            if verifying is not None:
+                wrong += verifying.result()
+            verifying = parallel.submit(partial(self._verify, batch, asked))
+            self._settings.on_change(self)
+        if verifying is not None:
+            wrong += verifying.result()
+        return wrong
+
+    def _make_batches(self, positions: Sequence[int]) -> Iterator[_Batch]:
+        """In the order of the ids at the source, so that neighbours are one piece."""
+        offered, blocks = self._get_offer().blocks, self._get_room().blocks
+        limits = (self._settings.limit, self._limit)
+        most_bytes = min(limit.count_batch_bytes(_BATCH_BYTES) for limit in limits)
+        size = min(_BATCH_BLOCKS, max(1, most_bytes // self._site.storage.block_bytes))
+        order = sorted(positions, key=lambda position: offered[position].block_id)
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            yield _Batch(
+                some,
+                [offered[position].block_id for position in some],
+                [blocks[position].block_id for position in some],
+            )
+
+    def _read_batch(self, batch: _Batch) -> None:
+        """Read it; over another connection where one has failed, unless that one may still write."""
+        num_bytes = len(batch.positions) * self._site.storage.block_bytes
+        wait_s = max(self._settings.limit.take(num_bytes), self._limit.take(num_bytes))
+        if wait_s:
+            self._woken.wait(wait_s)
+        for num_left in reversed(range(_TRIES)):
+            self._check_wanted()
+            if self._reader is None:
+                self._reader = self._peer.take_reader(self._get_source())
+            deadline = self._settings.deadline_clock() + self._settings.lease_s
+            try:
+                count = self._reader.read(self.transfer_id, batch.remote_ids, batch.local_ids, deadline)
+            except TransferFailedError:
+                self._reader.close()
+                if not num_left or not self._reader.is_settled():
+                    raise
+                self._reader = None
+                continue
+            self.counts.num_bytes += count.num_bytes
+            self.counts.num_descriptors += count.num_descriptors
+            return
+
+    def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
+        reply = self._repeat(AskChecksums(self.transfer_id, batch.positions), Checksums)
+        values = np.frombuffer(reply.values, ">u8")
+        if len(values) != len(batch.positions):
+            raise TransferFailedError(
+                f"node {self._get_source().name!r} has sent {len(values)} checksums for "
+                f"{len(batch.positions)} blocks"
+            )
+        return values.astype(np.uint64)
+
+    def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
+        expected = asked.result()
+        found = checksum_blocks(self._site.storage, batch.local_ids)
+        wrong = np.flatnonzero(found != expected).tolist()
+        self.counts.num_done_blocks += len(batch.positions) - len(wrong)
+        return [batch.positions[index] for index in wrong]
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _call(self, message: Message, reply_type: type[_Reply]) -> _Reply:
+        reply = self._peer.call(message)
+        if not isinstance(reply, reply_type):
+            raise MigrationError(
+                f"the source has answered {type(message).__name__} with {type(reply).__name__}"
+            )
+        return reply
+
+    def _repeat(self, message: Message, reply_type: type[_Reply]) -> _Reply:
+        """Ask until there is an answer, a few times: a message may be lost, and none of these harms twice."""
+        for num_left in reversed(range(_TRIES)):
+            try:
+                return self._call(message, reply_type)
+            except PeerUnavailableError:
+                self._check_wanted()
+                if not num_left:
+                    raise
+                # For a node that is being restarted, or a connection that was cut and is made anew.
+                self._woken.wait(_PAUSE_S)
+        raise AssertionError("the loop above returns or raises")
+
+    def _stop(self, reason: MigrationError) -> bool:
+        with self._lock:
+            if self._is_too_late:
+                return False
+            if self._stopped_by is None:
+                self._stopped_by = reason
+        self._woken.set()
+        return True
+
+    def _check_wanted(self) -> None:
+        if self._stopped_by is not None:
+            raise self._stopped_by
+
+    def _give_lease_back(self) -> None:
+        """Locked. In quarantine, after a pause longer than the lease, or not: nothing is under way."""
+        if self.lease is not None:
+            self.lease.give_back()
+            self.lease = None
+
+    def _enter(self, phase: MigrationPhase) -> None:
+        self.phase = phase
+        self._settings.on_change(self)
+
+    def _get_source(self) -> NodeDescription:
+        assert self._source is not None
+        return self._source
+
+    def _get_offer(self) -> Offer:
+        assert self._offer is not None
+        return self._offer
+
+    def _get_room(self) -> Room:
+        assert self.room is not None
+        return self.room

@@ -1,0 +1,73 @@
+"""`Workers`: a few threads that come when there is work, and do not keep the process from ending."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+_IDLE_S = 10.0
+
+
+class Workers:
+    """Runs what is submitted, in order, on at most `max_threads` daemon threads at a time.
+
+    `ThreadPoolExecutor` would wait for its threads when the interpreter ends, and one of these may be waiting
+    for a peer. Threads end when they had nothing to do for ten seconds.
+    """
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._condition = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._num_threads = 0
+        self._num_idle = 0
+        self._is_stopped = False
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Run it when a thread is free. After `stop` the future is cancelled."""
+        future: Future[_Result] = Future()
+        with self._condition:
+            if self._is_stopped:
+                future.cancel()
+                return future
+            self._waiting.append((future, work))
+            if self._num_idle >= len(self._waiting) or self._num_threads == self._max_threads:
+                self._condition.notify()
+                return future
+            self._num_threads += 1
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return future
+
+    def stop(self) -> None:
+        """Cancel what has not begun; what is under way goes on."""
+        with self._condition:
+            self._is_stopped = True
+            for future, _ in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._num_idle += 1
+                is_woken = self._condition.wait_for(lambda: self._waiting or self._is_stopped, _IDLE_S)
+                self._num_idle -= 1
+                if not is_woken or not self._waiting:
+                    self._num_threads -= 1
+                    return
+                future, work = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, work

@@ -1,0 +1,130 @@
+"""The nodes that a node knows: given, read from a file, learned."""
+
+import random
+
+import pytest
+
+from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
+from kv_pool.migration.messages import KnownNode, NodeLocation
+from kv_pool.migration.peers import Peers, parse_address, parse_peer, read_peers
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    peers = Peers()
+    with pytest.raises(PeerUnavailableError, match="no node 'c' is known; known are: none"):
+        peers.get_address("c")
+    for number in range(12):
+        peers.add(f"n{number:02}", f"10.0.0.{number}:7400")
+    with pytest.raises(PeerUnavailableError, match=r"known are: n00, n01, .*, n09 and 2 more"):
+        peers.get_address("c")
+    assert peers.get_address("n03") == "10.0.0.3:7400"
+    assert len(peers) == 12
+
+
+def test_a_given_node_wins_over_a_learned_one_until_it_is_removed():
+    peers = Peers()
+    peers.learn([KnownNode("b", "10.0.0.2:1"), KnownNode("c", "10.0.0.3:1")])
+    peers.add("b", "10.0.0.9:1", NodeLocation(rack="r1"))
+    assert [(node.name, node.address) for node in peers.list_nodes()] == [
+        ("b", "10.0.0.9:1"),
+        ("c", "10.0.0.3:1"),
+    ]
+    assert peers.get_node("b").location.rack == "r1"
+    peers.learn([KnownNode("b", "10.0.0.2:1")])
+    assert peers.get_address("b") == "10.0.0.9:1"
+    assert [node.name for node in peers.list_nodes()] == ["b"]
+    assert peers.remove("b")
+    assert not peers.remove("b")
+
+
+def test_a_registry_that_tells_nonsense_of_one_node_is_believed_of_the_others():
+    peers = Peers()
+    peers.learn([KnownNode("a b", "10.0.0.2:1"), KnownNode("c", ""), KnownNode("d", "10.0.0.4:1")])
+    assert [node.name for node in peers.list_nodes()] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:7400", ("127.0.0.1", 7400)),
+        ("gpu-node-2:0", ("gpu-node-2", 0)),
+        ("[::1]:7400", ("::1", 7400)),
+    ],
+)
+def test_addresses(text, expected):
+    assert parse_address(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", ":7400", "host:", "host:x", "host:65536", "::1:7400", "h:-1", "h:٣"]
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(InvalidArgumentError, match="is no address; say host:port"):
+        parse_address(text)
+
+
+def test_a_peer_on_the_command_line():
+    assert parse_peer("b=127.0.0.1:7402") == KnownNode("b", "127.0.0.1:7402")
+    for text in ("127.0.0.1:7402", "=127.0.0.1:7402", "b=nowhere", "b=127.0.0.1:0", "a/b=h:1", "-b=h:1"):
+        with pytest.raises(InvalidArgumentError):
+            parse_peer(text)
+
+
+def test_a_file_of_peers(tmp_path):
+    file = tmp_path / "peers.toml"
+    file.write_text(
+        '[[peers]]\nname = "b"\naddress = "10.0.0.2:7400"\nrack = "r1"\nhost = "h2"\n'
+        '[[peers]]\nname = "c"\naddress = "[::1]:7400"\n'
+        "[links.rack]\nbytes_per_s = 1e9\nlatency_s = 0.0\n"
+    )
+    assert read_peers(file).list_nodes() == [
+        KnownNode("b", "10.0.0.2:7400", NodeLocation(rack="r1", host="h2")),
+        KnownNode("c", "[::1]:7400"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[peers]", "this is no TOML"),
+        ('[[peers]]\nname = "b"\n', "missing required field `address`"),
+        ('[[peers]]\nname = "b"\naddress = "h:1"\nport = 1\n', "unknown field `port`"),
+        ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is no address"),
+        ('[[peers]]\nname = "b"\naddress = "h:1"\n[[peers]]\nname = "b"\naddress = "h:2"\n', "two peers"),
+    ],
+    ids=["no TOML", "no address", "unknown key", "bad address", "twice"],
+)
+def test_a_broken_file_is_named(tmp_path, content, message):
+    file = tmp_path / "peers.toml"
+    file.write_text(content)
+    with pytest.raises(InvalidArgumentError, match=message) as error:
+        read_peers(file)
+    assert str(error.value).startswith(str(file))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="can not read the peers: No such file"):
+        read_peers(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls_on_peers_and_on_two_dicts(seed):
+    draw = random.Random(seed)
+    peers, given, learned = Peers(), {}, {}
+    for _ in range(100):
+        name = draw.choice("abcdef")
+        address = f"10.0.0.{draw.randrange(9)}:{draw.randrange(1, 9)}"
+        match draw.choice(["add", "remove", "learn"]):
+            case "add":
+                peers.add(name, address)
+                given[name] = address
+            case "remove":
+                assert peers.remove(name) == (name in given or name in learned)
+                given.pop(name, None)
+                learned.pop(name, None)
+            case "learn":
+                learned = dict.fromkeys(draw.sample("abcdef", draw.randrange(6)), address)
+                peers.learn([KnownNode(other, there) for other, there in learned.items()])
+        expected = {**learned, **given}
+        assert [(node.name, node.address) for node in peers.list_nodes()] == sorted(expected.items())
+        assert len(peers) == len(expected)

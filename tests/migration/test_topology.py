@@ -1,0 +1,160 @@
+"""How near nodes are, what that costs, and who is asked first."""
+
+import random
+
+import pytest
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.migration.messages import NodeDescription, NodeLocation
+from kv_pool.migration.topology import (
+    ASSUMED_LINKS,
+    Link,
+    Nearness,
+    Topology,
+    find_nearness,
+    read_topology,
+)
+from kv_pool.storage.block_layout import BlockLayout
+
+HERE = NodeLocation(network="n1", rack="r1", host="h1", device="cuda:0")
+LAYOUT = BlockLayout("bytes", 1000, 16)
+
+
+def node(name, num_free_blocks=100, layout=LAYOUT, **location):
+    return NodeDescription(name, "e", layout, num_free_blocks, 100, {}, NodeLocation(**location))
+
+
+@pytest.mark.parametrize(
+    ("there", "nearness"),
+    [
+        (HERE, Nearness.DEVICE),
+        (NodeLocation("n1", "r1", "h1", "cuda:1"), Nearness.HOST),
+        (NodeLocation("n1", "r1", "h2", "cuda:0"), Nearness.RACK),
+        (NodeLocation("n1", "r2", "h1", "cuda:0"), Nearness.NETWORK),
+        (NodeLocation("n2", "r1", "h1", "cuda:0"), Nearness.ELSEWHERE),
+        (NodeLocation(host="h1"), Nearness.HOST),
+        (NodeLocation(host="h1", device="cuda:0"), Nearness.DEVICE),
+        (NodeLocation(device="cuda:0"), Nearness.ELSEWHERE),
+        (NodeLocation(rack="r1", device="cuda:0"), Nearness.RACK),
+        (NodeLocation(), Nearness.ELSEWHERE),
+    ],
+)
+def test_the_smallest_place_that_both_are_known_to_be_in(there, nearness):
+    assert find_nearness(HERE, there) is nearness
+    assert find_nearness(there, HERE) is nearness
+
+
+def test_targets_with_room_the_cheapest_first_and_why():
+    nodes = [
+        node("far", network="n1", rack="r2"),
+        node("full", num_free_blocks=4, host="h1"),
+        node("near", num_free_blocks=50, host="h1"),
+        node("nearer", num_free_blocks=60, host="h1"),
+        node("other", layout=BlockLayout("bytes", 1000, 32), host="h1"),
+    ]
+    ranking = Topology({Nearness.HOST: Link(1e6, 0.5)}).rank(HERE, 5000, 5, nodes, layout=LAYOUT)
+    assert [target.name for target in ranking.targets] == ["far", "nearer", "near"]
+    assert ranking.describe().splitlines() == [
+        "far: same network, 0.6 GB/s and 2 ms (assumed), 100 blocks free: 2.01 ms",
+        "nearer: same host, 0.001 GB/s and 500 ms (given), 60 blocks free: 505 ms",
+        "near: same host, 0.001 GB/s and 500 ms (given), 50 blocks free: 505 ms",
+        "full: no, 4 of 100 blocks are free, 5 are needed",
+        "other: no, its blocks have another layout",
+    ]
+    assert Topology().rank(HERE, 1, 1, []).describe() == "no other node is known"
+
+
+def test_what_is_measured_replaces_what_was_assumed_but_not_what_was_given():
+    given = Link(5e9, 0.25)
+    topology = Topology({Nearness.RACK: given})
+    for nearness in (Nearness.RACK, Nearness.HOST):
+        topology.note_round_trip(nearness, 0.5)
+        topology.note_transfer(nearness, 1_000_000, 1.5)
+    assert topology.get_link(Nearness.RACK) == given
+    assert topology.get_link(Nearness.HOST) == Link(1e6, 0.5)
+    assert topology.get_link(Nearness.DEVICE) == ASSUMED_LINKS[Nearness.DEVICE]
+    [target] = topology.rank(HERE, 1_000_000, 1, [node("b", host="h1")]).targets
+    assert (target.origin, target.seconds) == ("measured", 1.5)
+
+
+def test_large_transfers_count_more_than_small_ones_and_late_ones_more_than_early_ones():
+    topology = Topology()
+    topology.note_transfer(Nearness.HOST, 1_000_000_000, 1.0)
+    topology.note_transfer(Nearness.HOST, 1_000, 0.01)
+    assert topology.get_link(Nearness.HOST).bytes_per_s > 0.9e9
+    for _ in range(20):
+        topology.note_transfer(Nearness.HOST, 1_000_000_000, 2.0)
+    assert topology.get_link(Nearness.HOST).bytes_per_s == pytest.approx(0.5e9, rel=0.02)
+
+
+def test_a_slow_answer_does_not_make_a_short_transfer_infinitely_fast():
+    topology = Topology()
+    topology.note_round_trip(Nearness.HOST, 5.0)
+    topology.note_transfer(Nearness.HOST, 1000, 1.0)
+    assert topology.get_link(Nearness.HOST).bytes_per_s == 2000
+
+
+def test_nothing_is_learned_from_nothing():
+    topology = Topology()
+    topology.note_transfer(Nearness.HOST, 0, 1.0)
+    topology.note_transfer(Nearness.HOST, 1000, 0.0)
+    topology.note_round_trip(Nearness.HOST, 0.0)
+    assert topology.get_link(Nearness.HOST) == ASSUMED_LINKS[Nearness.HOST]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_measurements_are_weighted_means_of_all_there_were(seed):
+    draw = random.Random(seed)
+    topology = Topology()
+    noted = {nearness: [] for nearness in Nearness}
+    for _ in range(60):
+        nearness = draw.choice(list(Nearness))
+        num_bytes, seconds = draw.randrange(1, 10**9), draw.uniform(0.001, 2.0)
+        topology.note_transfer(nearness, num_bytes, seconds)
+        noted[nearness].append((num_bytes, seconds))
+        weights = [0.8**age for age in range(len(noted[nearness]))]
+        latest_first = noted[nearness][::-1]
+        expected = sum(w * b for w, (b, _) in zip(weights, latest_first, strict=True)) / sum(
+            w * s for w, (_, s) in zip(weights, latest_first, strict=True)
+        )
+        assert topology.get_link(nearness).bytes_per_s == pytest.approx(expected)
+        nodes = [
+            node(f"n{number}", draw.randrange(100), host=draw.choice(["h1", "h2"]), rack="r1")
+            for number in range(6)
+        ]
+        ranking = topology.rank(HERE, num_bytes, 50, nodes)
+        costs = [target.seconds for target in ranking.targets]
+        assert costs == sorted(costs)
+        assert {target.name for target in ranking.targets} == {
+            other.name for other in nodes if other.num_free_blocks >= 50
+        }
+        assert len(ranking.targets) + len(ranking.passed_over) == 6
+
+
+def test_a_file_of_links(tmp_path):
+    file = tmp_path / "nodes.toml"
+    file.write_text("[links.rack]\nbytes_per_s = 40e9\nlatency_s = 5e-5\n[[peers]]\nname = 'b'\n")
+    assert read_topology(file).get_link(Nearness.RACK) == Link(40e9, 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[links", "this is no TOML"),
+        ("[links.moon]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "links are device, host, rack, network, else"),
+        ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", "Expected `float` > 0.0"),
+        ("[links.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\nmood = 1\n", "unknown field `mood`"),
+    ],
+    ids=["no TOML", "unknown place", "no bandwidth", "unknown key"],
+)
+def test_a_broken_file_is_named(tmp_path, content, message):
+    file = tmp_path / "nodes.toml"
+    file.write_text(content)
+    with pytest.raises(InvalidArgumentError, match=message) as error:
+        read_topology(file)
+    assert str(error.value).startswith(str(file))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="can not read the topology: No such file"):
+        read_topology(tmp_path / "none.toml")
