@@ -1,4 +1,4 @@
-"""`insert_keys`: blocks that have arrived are found under the keys of their originals, and events tell of it."""
+"""`insert_keys`: what has arrived is found under the keys of its original, and events tell of it."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def check_source(source: SourceTransfers) -> None:
         for block, offered in zip(selection.blocks, selection.offered, strict=True):
             if block.generation != offered.generation:
                 raise CorruptedPoolError(
-                    f"M6: block {block.block_id} was offered in generation {offered.generation}, and is lent in "
-                    f"generation {block.generation}"
+                    f"M6: block {block.block_id} was offered in generation {offered.generation}, and is "
+                    f"lent in generation {block.generation}"
                 )
 
 

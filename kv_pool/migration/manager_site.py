@@ -71,8 +71,8 @@ class ManagerSite(MigrationSite):
         manager: of the blocks.
         storage: of their bytes, those of all groups.
         hasher: by which the requests' blocks are named; None for hashes of another kind.
-        lock: held by the engine from `allocate_slots` until the step's bytes are in the blocks, and whenever it
-            calls the manager; reentrant. None for a new one.
+        lock: held by the engine from `allocate_slots` until the step's bytes are in the blocks, and whenever
+            it calls the manager; reentrant. None for a new one.
         clock: the time in seconds, never falling; the same as the migrator's.
         describe_request: what the other scheduler needs to go on with a request, such as its tokens and the
             number of them that are computed; 16 MiB at most. None for nothing.
@@ -117,7 +117,7 @@ class ManagerSite(MigrationSite):
             return self._select_request(str(subject.sequence_id))
         if for_move:
             raise InvalidArgumentError(
-                "a prefix, and blocks by their ids, are copied: they stay cached here as long as there is room. "
+                "a prefix, and blocks by their ids, are copied: they stay cached here while there is room. "
                 "A request is moved, with its blocks"
             )
         if isinstance(subject, PrefixSubject):
@@ -175,8 +175,8 @@ class ManagerSite(MigrationSite):
         num_available = self.count_free_blocks() - sum(map(self._side.is_free, present)) - num_to_leave
         if len(missing) > num_available:
             raise OutOfBlocksError(
-                f"no room for {len(missing)} blocks of another node: {max(0, num_available)} are free here of "
-                f"{self.manager.block_pool.num_gpu_blocks - 1}. Free a request, or choose another target"
+                f"no room for {len(missing)} blocks of another node: {max(0, num_available)} are free here "
+                f"of {self.manager.block_pool.num_gpu_blocks - 1}. Free a request, or choose another target"
             )
         self._side.touch(present)
         try:
@@ -204,9 +204,7 @@ class ManagerSite(MigrationSite):
         tables = []
         for state_of_one in decoded.tables:
             table = BlockTable()
-            table.blocks = [
-                null_block if place < 0 else room.blocks[place] for place in state_of_one.places
-            ]
+            table.blocks = [null_block if place < 0 else room.blocks[place] for place in state_of_one.places]
             table.num_cached_blocks = state_of_one.num_cached_blocks
             table.num_null_blocks = state_of_one.num_null_blocks
             table.is_forked = state_of_one.is_forked
@@ -334,8 +332,8 @@ class ManagerSite(MigrationSite):
             for key in one.keys:
                 if len(key) < 5 or get_group_id(BlockHashWithGroupId(key)) >= num_groups:
                     raise InvalidArgumentError(
-                        f"block {one.block_id} of the source has the key {key.hex()}, which is of none of the "
-                        f"{num_groups} groups here"
+                        f"block {one.block_id} of the source has the key {key.hex()}, which is of none of "
+                        f"the {num_groups} groups here"
                     )
 
     def _check_absent(self, request_id: str) -> None:
@@ -359,8 +357,8 @@ class ManagerSite(MigrationSite):
         places = sorted(place for table in decoded.tables for place in table.places if place >= 0)
         if len(decoded.tables) != len(self.manager.groups) or places != list(range(num_offered)):
             raise InvalidArgumentError(
-                f"the source's request has {len(decoded.tables)} tables over {len(places)} blocks, here there "
-                f"are {len(self.manager.groups)} groups, and {num_offered} blocks were offered"
+                f"the source's request has {len(decoded.tables)} tables over {len(places)} blocks, here "
+                f"there are {len(self.manager.groups)} groups, and {num_offered} blocks were offered"
             )
         return decoded
 

@@ -95,13 +95,12 @@ class Migration(ABC):
             Whatever it failed with.
         """
         with self._changed:
-            is_over = self._changed.wait_for(lambda: self.phase.is_ended or self._is_long_in_doubt(), timeout_s)
+            self._changed.wait_for(self._is_not_waited_for, timeout_s)
             phase, error = self.phase, self.error
         if phase is MigrationPhase.DONE:
             return list(self.new_ids)
         if error is not None and (phase.is_ended or phase is MigrationPhase.IN_DOUBT):
             raise error
-        assert not is_over
         raise TimeoutError(f"migration {self.migration_id} is {phase.value} after {timeout_s} s")
 
     def wait_for_end(self, timeout_s: float) -> bool:
@@ -116,8 +115,8 @@ class Migration(ABC):
                 self._elapsed_s = time.monotonic() - self._begun_s
             self._changed.notify_all()
 
-    def _is_long_in_doubt(self) -> bool:
-        return False
+    def _is_not_waited_for(self) -> bool:
+        return self.phase.is_ended
 
 
 class IncomingMigration(Migration):
@@ -129,7 +128,7 @@ class IncomingMigration(Migration):
         super().__init__(pull.transfer_id, peer, pull.subject, pull.is_move)
         self.pull = pull
         self._lease_s = lease_s
-        self.doubted_since: float | None = None
+        self._doubted_since: float | None = None
 
     @property
     def phase(self) -> MigrationPhase:
@@ -159,14 +158,14 @@ class IncomingMigration(Migration):
         return self.pull.assume_source_gone()
 
     def note_change(self) -> None:
-        if self.phase is MigrationPhase.IN_DOUBT and self.doubted_since is None:
-            self.doubted_since = time.monotonic()
+        if self.phase is MigrationPhase.IN_DOUBT and self._doubted_since is None:
+            self._doubted_since = time.monotonic()
         super().note_change()
 
-    def _is_long_in_doubt(self) -> bool:
-        since = self.doubted_since
-        is_in_doubt = self.phase is MigrationPhase.IN_DOUBT
-        return is_in_doubt and since is not None and time.monotonic() - since > self._lease_s
+    def _is_not_waited_for(self) -> bool:
+        since = self._doubted_since
+        is_in_doubt = self.phase is MigrationPhase.IN_DOUBT and since is not None
+        return self.phase.is_ended or (is_in_doubt and time.monotonic() - since > self._lease_s)
 
 
 class OutgoingMigration(Migration):
@@ -177,7 +176,7 @@ class OutgoingMigration(Migration):
         is_push: this node has asked for it, and hears from the target how it goes.
 
     Attributes:
-        woken: set when it has ended.
+        woken: set when it has ended, or is acknowledged.
     """
 
     direction = "out"
@@ -194,7 +193,7 @@ class OutgoingMigration(Migration):
     ) -> None:
         super().__init__(transfer_id, peer, subject, is_move)
         self._phase = phase
-        self._is_push = is_push
+        self.is_push = is_push
         self._counts = PullCounts()
         self._error: Exception | None = None
         self._new_ids: list[int] = []
@@ -233,9 +232,19 @@ class OutgoingMigration(Migration):
             if not self._phase.is_ended:
                 self._counts = counts
 
+    def note_acknowledged(self, new_ids: list[int]) -> None:
+        """The target has them, and takes them over next; where it was asked to pull, it will say so."""
+        if not self.is_push:
+            self.end(MigrationPhase.DONE, new_ids, None)
+            return
+        with self._changed:
+            if not self._phase.is_ended:
+                self._phase, self._new_ids = MigrationPhase.ACKNOWLEDGING, new_ids
+        self.woken.set()
+
     def note_cancelled(self, reason: str) -> None:
-        """The blocks are back before they were acknowledged; the target will say why, if it was asked to pull."""
-        if not self._is_push:
+        """The blocks are back, unacknowledged; where the target was asked to pull, it will say why."""
+        if not self.is_push:
             why = f": {reason}" if reason else ""
             error = MigrationCancelledError(f"the blocks were taken back{why}")
             self.end(MigrationPhase.CANCELLED, [], error)

@@ -69,8 +69,8 @@ class Migrator:
 
     Args:
         name: of the node, which no other node has: 1 to 64 letters, digits, `.`, `_`, `-`.
-        backends: ways to get at blocks, the preferred one first; each over the site's storage, and this node's
-            alone.
+        backends: ways to get at blocks, the preferred one first; each over the site's storage, and this
+            node's alone.
         secret: shared by the nodes, see `load_secret`; needed to listen, and to reach nodes elsewhere.
         listen: host:port; None to be reached by nodes of this process only.
         peers: where other nodes listen.
@@ -79,13 +79,13 @@ class Migrator:
             migrations it was in.
         max_bytes_per_s: that this node reads in all; 0 for no limit.
         max_concurrent: migrations to this node that are under way at a time; others wait.
-        on_phase: called with a status at each change, by the thread that made it and before it goes on. Must not
-            wait for a migration.
+        on_phase: called with a status at each change, by the thread that made it and before it goes on. Must
+            not wait for a migration.
         registry: what this node answers about the nodes that are there; None to know its peers only.
         clock: the time in seconds, never falling; that of the site's leases.
 
-    `fetch` and `migrate` return at once; the work is done by threads. Do not wait for a migration while holding
-    the site's lock. A node is started once.
+    `fetch` and `migrate` return at once; the work is done by threads. Do not wait for a migration while
+    holding the site's lock. A node is started once.
 
     Attributes:
         epoch: of this life of the node; a new one after each start.
@@ -110,11 +110,13 @@ class Migrator:
     ) -> None:
         if not lease_s > 0 or max_concurrent < 1:
             raise InvalidArgumentError(
-                f"lease_s is {lease_s} and max_concurrent {max_concurrent}; a lease lasts more than 0 s, and at "
-                "least 1 migration is under way at a time"
+                f"lease_s is {lease_s} and max_concurrent {max_concurrent}; a lease lasts more than 0 s, and "
+                "at least 1 migration is under way at a time"
             )
         if listen is not None and secret is None:
-            raise InvalidArgumentError(f"node {name!r} listens at {listen}; only with a secret, see load_secret")
+            raise InvalidArgumentError(
+                f"node {name!r} listens at {listen}; only with a secret, see load_secret"
+            )
         self.name: Final = check_name(name)
         self.epoch: Final = make_epoch(name, secrets.token_hex(8))
         self.site: Final = site
@@ -133,7 +135,15 @@ class Migrator:
         self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
         self._settings = PullSettings(
-            name, site, lease_s, clock, self._limit, self._askers, self._note_pull, self._note_unsettled
+            name,
+            site,
+            lease_s,
+            clock,
+            time.monotonic,
+            self._limit,
+            self._askers,
+            self._note_pull,
+            self._note_unsettled,
         )
         self._server: CallServer | None = None
         for backend in backends:
@@ -149,7 +159,7 @@ class Migrator:
         self._lock = threading.Lock()
         self._migrations: OrderedDict[bytes, Migration] = OrderedDict()
         self._ended: deque[bytes] = deque()
-        # When the source of a pull is told next that we are alive, or is asked again; and after what pause then.
+        # When the source of a pull is told again that we are alive, or is asked again; and the next pause.
         self._due: dict[bytes, tuple[float, float]] = {}
         self._unsettled: list[tuple[Lease, BlockReader]] = []
         self._housekeeping: threading.Thread | None = None
@@ -176,9 +186,9 @@ class Migrator:
     def stop(self) -> None:
         """End: cancel what can be cancelled, take back what is lent, hang up.
 
-        A move whose source has not answered is asked about for another lease; without an answer its blocks stay
-        in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer may still
-        write to stay in quarantine.
+        A move whose source has not answered is asked about for another lease; without an answer its blocks
+        stay in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer may
+        still write to stay in quarantine.
         """
         if self._housekeeping is None or self._stopping.is_set():
             return
@@ -253,7 +263,7 @@ class Migrator:
             raise MigrationError(f"node {name!r} has answered DescribeNode with {type(reply).__name__}")
         if reply.name != name:
             raise PeerUnavailableError(
-                f"the node where {name!r} should listen is called {reply.name!r}; is the list of peers up to date?"
+                f"the node where {name!r} should listen is called {reply.name!r}; is the list of peers right?"
             )
         return reply
 
@@ -328,13 +338,16 @@ class Migrator:
                     return migration
             running = [found.migration_id for found in self._migrations.values() if not found.phase.is_ended]
         raise InvalidArgumentError(
-            f"node {self.name!r} knows no migration {migration_id!r}; running are: {', '.join(running) or 'none'}"
+            f"node {self.name!r} knows no migration {migration_id!r}; running are: "
+            f"{', '.join(running) or 'none'}"
         )
 
     def check_invariants(self) -> None:
         """Verify what `migration/invariants.py` says. Raises CorruptedPoolError; changes nothing."""
         with self._lock:
-            pulls = [found.pull for found in self._migrations.values() if isinstance(found, IncomingMigration)]
+            pulls = [
+                found.pull for found in self._migrations.values() if isinstance(found, IncomingMigration)
+            ]
         with self.site.lock:
             invariants.check(self.site, self._source, pulls, [lease for lease, _ in self._unsettled])
 
@@ -367,7 +380,9 @@ class Migrator:
                 return self._registry.announce(message)
             case ListNodes() if self._registry is not None:
                 return self._registry.list_nodes()
-        raise InvalidArgumentError(f"node {self.name!r} does not answer {type(message).__name__} of {caller!r}")
+        raise InvalidArgumentError(
+            f"node {self.name!r} does not answer {type(message).__name__} of {caller!r}"
+        )
 
     def _answer_pull(self, message: PullSubject) -> PullStarted:
         self._links.learn_address(message.source, message.source_address)
@@ -405,7 +420,9 @@ class Migrator:
         if self._housekeeping is None or self._stopping.is_set():
             raise MigrationError(f"node {self.name!r} does not run; start() it")
         if is_move and isinstance(subject, PrefixSubject):
-            raise InvalidArgumentError("a prefix is copied, not moved: the source keeps it while there is room")
+            raise InvalidArgumentError(
+                "a prefix is copied, not moved: the source keeps it while there is room"
+            )
 
     def _start_pull(
         self, transfer_id: bytes, subject: Subject, source: str, is_move: bool, max_bytes_per_s: float
@@ -451,10 +468,11 @@ class Migrator:
         if outcome is None:
             migration.note_lent(len(transfer.selection.blocks))
         elif outcome.state is TransferState.ACKNOWLEDGED:
-            migration.end(MigrationPhase.DONE, list(outcome.new_ids), None)
+            migration.note_acknowledged(list(outcome.new_ids))
         elif outcome.state is TransferState.EXPIRED:
             error = StaleTransferError(
-                f"node {message.target!r} has given no sign of life for {self.lease_s:g} s; the blocks stay here"
+                f"node {message.target!r} has given no sign of life for {self.lease_s:g} s; the blocks stay "
+                "here"
             )
             migration.end(MigrationPhase.FAILED, [], error)
         else:
@@ -462,7 +480,9 @@ class Migrator:
         self._note_migration(migration)
 
     def _take_back(self, transfer_id: bytes) -> bool:
-        return not self._source.cancel(CancelTransfer(transfer_id, "the source wants them back")).is_acknowledged
+        return not self._source.cancel(
+            CancelTransfer(transfer_id, "the source wants them back")
+        ).is_acknowledged
 
     def _note_migration(self, migration: Migration) -> None:
         phase = migration.phase
@@ -490,7 +510,7 @@ class Migrator:
                 self._migrations.pop(self._ended.popleft(), None)
 
     def _note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
-        """Bytes may yet be written: the blocks go to nobody until they can not. Called with the site's lock."""
+        """Bytes may yet be written, so the blocks go to nobody. Called with the site's lock."""
         self._unsettled.append((lease, reader))
 
     # ---- housekeeping ----------------------------------------------------------------------------

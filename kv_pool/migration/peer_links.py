@@ -117,10 +117,12 @@ class PeerLinks:
         )
 
     def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """It is not needed for now, and has nothing under way. Those of earlier lives of the node are closed."""
+        """It has nothing under way, and is kept. Those of earlier lives of the node are closed."""
         to_close = []
         with self._lock:
-            for key in [key for key in self._idle_readers if key[0] == source.name and key[1] != source.epoch]:
+            for key in [
+                key for key in self._idle_readers if key[0] == source.name and key[1] != source.epoch
+            ]:
                 to_close += self._idle_readers.pop(key)
             idle = self._idle_readers.setdefault((source.name, source.epoch), [])
             if len(idle) < _MAX_IDLE_READERS and not self._is_closed:

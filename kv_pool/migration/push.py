@@ -21,14 +21,15 @@ from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.target import PullCounts
 
 _POLL_S = 0.05
+_ADOPTION_S = 0.002
 _TRIES = 3
 
 
 class Push:
     """One such migration. A thread calls `run`.
 
-    The pull has this migration's id for its transfer, so what becomes of the blocks is decided by this node's own
-    `SourceTransfers`: what the target says is progress, and why it has failed.
+    The pull has this migration's id for its transfer, so what becomes of the blocks is decided by this node's
+    own `SourceTransfers`: what the target says is progress, and why it has failed.
 
     Args:
         call: asks the target; raises what it answers, or PeerUnavailableError.
@@ -46,7 +47,13 @@ class Push:
         on_change: Callable[[Migration], object],
     ) -> None:
         self.migration = OutgoingMigration(
-            message.pull_id, target, message.subject, message.is_move, MigrationPhase.WAITING, self._cancel, True
+            message.pull_id,
+            target,
+            message.subject,
+            message.is_move,
+            MigrationPhase.WAITING,
+            self._cancel,
+            True,
         )
         self._message = message
         self._target = target
@@ -77,16 +84,25 @@ class Push:
                     raise
 
     def _ask_until_ended(self) -> None:
-        """The acknowledgement ends it sooner, where there is one."""
+        """Until the target says so; or is not there to say so, once it has acknowledged."""
         num_failures = 0
-        while not self.migration.woken.wait(self._poll_s):
+        while True:
+            is_acknowledged = self.migration.phase is MigrationPhase.ACKNOWLEDGING
+            self.migration.woken.wait(_ADOPTION_S if is_acknowledged else self._poll_s)
+            self.migration.woken.clear()
+            if self.migration.phase.is_ended:
+                return
+            is_acknowledged = self.migration.phase is MigrationPhase.ACKNOWLEDGING
             try:
                 outcome = self._call(AskPull(self._message.pull_id))
-            except StaleTransferError as error:
-                raise PeerUnavailableError(
-                    f"node {self._target!r} was restarted, or has forgotten the migration"
-                ) from error
-            except PeerUnavailableError:
+            except (PeerUnavailableError, StaleTransferError) as error:
+                if is_acknowledged:
+                    self._end(MigrationPhase.DONE, self.migration.new_ids, None)
+                    return
+                if isinstance(error, StaleTransferError):
+                    raise PeerUnavailableError(
+                        f"node {self._target!r} was restarted, or has forgotten the migration"
+                    ) from error
                 num_failures += 1
                 # As long as blocks are lent, the lease decides: it may reach us, and we not it.
                 if num_failures >= _TRIES and not self._is_lent():
@@ -107,8 +123,8 @@ class Push:
             )
         )
         phase = MigrationPhase(outcome.phase)
-        if phase is MigrationPhase.DONE and not self._message.is_move:
-            # A copy whose acknowledgement was lost.
+        if phase is MigrationPhase.DONE:
+            # Changes nothing, but for a copy whose acknowledgement was lost.
             self._source.cancel(CancelTransfer(self._message.pull_id, "it has arrived"))
             self._end(MigrationPhase.DONE, outcome.new_ids, None)
         elif phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
@@ -117,7 +133,6 @@ class Push:
     def _break_off(self, error: Exception) -> None:
         """Take back what is lent: from here on the target can not get it, unless it has it already."""
         self._source.cancel(CancelTransfer(self._message.pull_id, str(error)[:200]))
-        # Of an acknowledged one `SourceTransfers` has told already, and this changes nothing.
         is_wanted = isinstance(error, MigrationCancelledError)
         self._end(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)
 

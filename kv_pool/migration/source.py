@@ -18,8 +18,8 @@ from enum import Enum
 from kv_pool.errors import MigrationError, StaleTransferError
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
-    AcknowledgeTransfer,
     Acknowledged,
+    AcknowledgeTransfer,
     AskChecksums,
     Cancelled,
     CancelTransfer,
@@ -250,8 +250,8 @@ class SourceTransfers:
         if known is not None:
             if known.message != message:
                 raise StaleTransferError(
-                    f"transfer {message.transfer_id.hex()} is about {describe_subject(known.message.subject)} "
-                    f"for node {known.message.target!r}; choose another id"
+                    f"transfer {message.transfer_id.hex()} lends {describe_subject(known.message.subject)} "
+                    f"to node {known.message.target!r}; choose another id"
                 )
             self._extend(known)
             return known, False

@@ -1,4 +1,4 @@
-"""`Pull`: one migration, as its target drives it: prepare, take room, read, verify, insert, acknowledge, adopt.
+"""`Pull`: one migration, as its target drives it: prepare, read, verify, insert, acknowledge, adopt.
 
             the source                                  the target
                 |  <-------------- PrepareTransfer ---------  |  PREPARING
@@ -36,11 +36,11 @@ from kv_pool.errors import (
 )
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
-    AcknowledgeTransfer,
     Acknowledged,
+    AcknowledgeTransfer,
     AskChecksums,
-    CancelTransfer,
     Cancelled,
+    CancelTransfer,
     Checksums,
     DescribeNode,
     LeaseRenewed,
@@ -205,10 +205,10 @@ class Pull:
         if self.phase is not MigrationPhase.IN_DOUBT:
             return False
         self._adopt()
-        return self.phase is MigrationPhase.DONE
+        return self.error is None
 
     def give_up_doubt(self) -> bool:
-        """Ask no more, and do not take the subject over: the source may go on with it. False if not in doubt."""
+        """Ask no more, and do not take it over: the source may go on with it. False if not in doubt."""
         with self._ending:
             if self.phase is not MigrationPhase.IN_DOUBT or self.error is None:
                 return False

@@ -1,0 +1,115 @@
+"""What the migration tests share: nodes over small pools, whose bytes are made of the keys of their blocks."""
+
+import hashlib
+import threading
+
+import numpy as np
+
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.migration.backends.in_process import InProcessBackend
+from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.migrator import Migrator
+from kv_pool.storage import KVStorage
+
+BLOCK_SIZE = 4
+HASHER = BlockHasher("sha256", block_size=BLOCK_SIZE)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class MadeEngine:
+    """A scheduler with requests, over a manager and a storage; the bytes of a block are made of its content."""
+
+    def __init__(
+        self, num_blocks=32, clock=None, head_size=8, block_bytes=None, groups=None, **manager_options
+    ):
+        heads = 1 if block_bytes is None else block_bytes // (2 * BLOCK_SIZE * head_size * 2)
+        self.storage = KVStorage.allocate(num_blocks, BLOCK_SIZE, 1, heads, head_size, "float16")
+        self.pool = BlockPool(num_blocks, True, BLOCK_SIZE, enable_kv_cache_events=True)
+        self.manager = KVCacheManager(self.pool, groups=groups, **manager_options)
+        self.requests = {}
+        self.moved_away = {}
+        self.lock = threading.RLock()
+        options = {} if clock is None else {"clock": clock}
+        self.site = ManagerSite(
+            self.manager,
+            self.storage,
+            hasher=HASHER,
+            lock=self.lock,
+            describe_request=self._describe,
+            adopt_request=self._adopt,
+            release_request=self._release,
+            **options,
+        )
+
+    def start(self, request_id, token_ids):
+        """Admit a request, compute all its tokens, and write their bytes."""
+        with self.lock:
+            request = Request(request_id, token_ids, HASHER)
+            prefix = self.manager.get_computed_blocks(request, request.num_tokens)
+            new = self.manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+            assert new is not None
+            request.num_computed_tokens = request.num_tokens
+            self.requests[request_id] = request
+            for content, block_id in self.list_contents(request_id):
+                self.storage.write_block(block_id, self.make_bytes(content))
+            return request
+
+    def finish(self, request_id):
+        with self.lock:
+            self.manager.free(self.requests.pop(request_id))
+
+    def list_contents(self, request_id):
+        """(what is in it, block id) of each block of a request."""
+        request = self.requests[request_id]
+        found = []
+        for group_id in range(len(self.manager.groups)):
+            for position, block_id in enumerate(self.manager.get_block_ids(request_id, group_id)):
+                if block_id:
+                    covered = request.all_token_ids[: (position + 1) * BLOCK_SIZE]
+                    found.append((f"{group_id} {covered}", block_id))
+        return found
+
+    def make_bytes(self, content):
+        digest = hashlib.sha256(content.encode()).digest()
+        return np.resize(np.frombuffer(digest, np.uint8), self.storage.block_bytes).tobytes()
+
+    def check_bytes(self, request_id):
+        for content, block_id in self.list_contents(request_id):
+            assert self.storage.read_block(block_id) == self.make_bytes(content), (
+                f"block {block_id}: {content}"
+            )
+
+    def check_prefix(self, token_ids):
+        """Blocks of this prompt that can be hit here, bytes checked."""
+        with self.lock:
+            request = Request("a look", token_ids, HASHER)
+            blocks = self.manager.get_computed_blocks(request, request.num_tokens).blocks[0]
+            for position, block in enumerate(blocks):
+                covered = list(token_ids[: (position + 1) * BLOCK_SIZE])
+                assert self.storage.read_block(block.block_id) == self.make_bytes(f"0 {covered}")
+            return len(blocks)
+
+    def _describe(self, request_id):
+        request = self.requests[request_id]
+        return np.array([request.num_computed_tokens, *request.all_token_ids], np.int64).tobytes()
+
+    def _adopt(self, request_id, state):
+        num_computed, *token_ids = np.frombuffer(state, np.int64).tolist()
+        request = Request(request_id, token_ids, HASHER)
+        request.num_computed_tokens = num_computed
+        self.requests[request_id] = request
+
+    def _release(self, request_id, target):
+        del self.requests[request_id]
+        self.moved_away[request_id] = target
+
+
+def make_node(name, engine, **options):
+    return Migrator(name, engine.site, backends=[InProcessBackend(engine.storage)], **options)
