@@ -53,8 +53,8 @@ def load_request(state: bytes, hasher: BlockHasher) -> Request:
     num_tokens = len(found.token_ids)
     if not 0 < found.num_prompt_tokens <= num_tokens or not 0 <= found.num_computed_tokens <= num_tokens:
         raise InvalidArgumentError(
-            f"request {found.request_id!r} has {num_tokens} tokens; {found.num_prompt_tokens} of the prompt and "
-            f"{found.num_computed_tokens} computed ones cannot be"
+            f"request {found.request_id!r} has {num_tokens} tokens; {found.num_prompt_tokens} of the prompt "
+            f"and {found.num_computed_tokens} computed ones cannot be"
         )
     request = Request(
         found.request_id,

@@ -44,7 +44,9 @@ def test_hashes_are_those_of_the_hasher_that_is_there():
     assert found.block_hashes[0] not in request.block_hashes
 
 
-@pytest.mark.parametrize("state", [b"", b"\xc1", dump_request(make_request())[:-1], msgspec.msgpack.encode({})])
+@pytest.mark.parametrize(
+    "state", [b"", b"\xc1", dump_request(make_request())[:-1], msgspec.msgpack.encode({})]
+)
 def test_other_bytes_are_refused(state):
     with pytest.raises(InvalidArgumentError, match="are no request"):
         load_request(state, HASHER)

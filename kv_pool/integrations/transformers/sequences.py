@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import torch
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.positions import list_slots
 from kv_pool.manager.request import Request
+from kv_pool.manager.request_state import dump_request, load_request
+from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.storage.kv_storage import KVStorage
 
 
@@ -173,6 +177,42 @@ class PagedSequences:
             self.manager.free(request)
         request.num_computed_tokens = num_tokens
         return has_moved
+
+    def make_site(
+        self,
+        hasher: BlockHasher,
+        requests: MutableMapping[str, Request],
+        lock: AbstractContextManager[object] | None = None,
+    ) -> ManagerSite:
+        """This pool for a `Migrator`: requests and prefixes come from other processes, and go there.
+
+        Args:
+            hasher: of the requests.
+            requests: those that may be asked for, by id. One that moves away leaves it, and one that arrives
+                is put into it, with its tokens, and goes on as it would have where it was.
+            lock: held by whoever admits, runs or frees requests, for all of a forward pass; reentrant. None
+                for a new one: the site's `lock`.
+
+        Do not run a request of the site's `list_frozen()`: it is on its way.
+        """
+
+        def describe(request_id: str) -> bytes:
+            if request_id not in requests:
+                raise UnknownSequenceError(f"request {request_id!r} is not among those that may be asked for")
+            return dump_request(requests[request_id])
+
+        def adopt(request_id: str, state: bytes) -> None:
+            requests[request_id] = load_request(state, hasher)
+
+        return ManagerSite(
+            self.manager,
+            self.storage,
+            hasher=hasher,
+            lock=lock,
+            describe_request=describe,
+            adopt_request=adopt,
+            release_request=lambda request_id, target: requests.pop(request_id, None),
+        )
 
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
