@@ -45,6 +45,15 @@ def can_import_transformers():
     return can_import_torch() and importlib.util.find_spec("transformers") is not None
 
 
+def can_import_nixl():
+    """Is NIXL here, with a build for this machine?"""
+    try:
+        importlib.import_module("nixl._api")
+    except ImportError:
+        return False
+    return True
+
+
 def has_peers():
     """Are the programs here that read the event stream, and are not ours?"""
     return all(
@@ -59,6 +68,7 @@ NEEDS = {
     "transformers": can_import_transformers,
     "triton": can_import_triton,
     "gpu": has_gpu,
+    "nixl": can_import_nixl,
     "peers": has_peers,
 }
 """A test with one of these marks is left out where what it needs is missing."""

@@ -13,6 +13,7 @@ from kv_pool.errors import (
     CopyFailedError,
     InvalidBlockError,
     MigrationError,
+    PeerUnavailableError,
     StaleTransferError,
     TransferFailedError,
 )
@@ -76,7 +77,10 @@ class TcpBackend(TransferBackend):
         return msgspec.msgpack.encode(Rows(list_rows(self.storage)))
 
     def open(self, peer_name: str, description: bytes) -> BlockReader:
-        theirs = _decode(description, Rows).spans
+        try:
+            theirs = _decode(description, Rows).spans
+        except MigrationError as error:
+            raise PeerUnavailableError(f"{peer_name}: {error}") from error
         calls = RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)
         channel = calls.connect_bulk(self.name, _CONNECT_S)
         try:
