@@ -164,8 +164,9 @@ class IncomingMigration(Migration):
 
     def _is_not_waited_for(self) -> bool:
         since = self._doubted_since
-        is_in_doubt = self.phase is MigrationPhase.IN_DOUBT and since is not None
-        return self.phase.is_ended or (is_in_doubt and time.monotonic() - since > self._lease_s)
+        if self.phase is MigrationPhase.IN_DOUBT and since is not None:
+            return time.monotonic() - since > self._lease_s
+        return self.phase.is_ended
 
 
 class OutgoingMigration(Migration):

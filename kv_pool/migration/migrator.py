@@ -187,8 +187,8 @@ class Migrator:
         """End: cancel what can be cancelled, take back what is lent, hang up.
 
         A move whose source has not answered is asked about for another lease; without an answer its blocks
-        stay in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer may
-        still write to stay in quarantine.
+        stay in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer
+        may still write to stay in quarantine.
         """
         if self._housekeeping is None or self._stopping.is_set():
             return

@@ -1,4 +1,4 @@
-"""What the migration tests share: nodes over small pools, whose bytes are made of the keys of their blocks."""
+"""What the migration tests share: nodes over small pools, whose bytes are made of what they stand for."""
 
 import hashlib
 import threading
@@ -24,7 +24,7 @@ class Clock:
 
 
 class MadeEngine:
-    """A scheduler with requests, over a manager and a storage; the bytes of a block are made of its content."""
+    """A scheduler with requests, a manager and a storage; the bytes of a block are made of its tokens."""
 
     def __init__(
         self, num_blocks=32, clock=None, head_size=8, block_bytes=None, groups=None, **manager_options
@@ -79,6 +79,19 @@ class MadeEngine:
     def make_bytes(self, content):
         digest = hashlib.sha256(content.encode()).digest()
         return np.resize(np.frombuffer(digest, np.uint8), self.storage.block_bytes).tobytes()
+
+    def hash_blocks(self, token_ids):
+        return HASHER.hash_blocks(token_ids)
+
+    def check_all_cached(self, prompts):
+        """Whatever can be hit holds what its hash stands for."""
+        for token_ids in prompts:
+            for position, block_hash in enumerate(HASHER.hash_blocks(token_ids)):
+                found = self.pool.get_cached_block(block_hash, [0])
+                if found is not None:
+                    content = f"0 {list(token_ids[: (position + 1) * BLOCK_SIZE])}"
+                    data = self.storage.read_block(found[0].block_id)
+                    assert data == self.make_bytes(content), f"block {found[0].block_id}: {content}"
 
     def check_bytes(self, request_id):
         for content, block_id in self.list_contents(request_id):

@@ -65,12 +65,16 @@ class TcpBackend(TransferBackend):
 
         reader   Rows      ReadRuns                                     ReadRuns ...
         source                       PieceHeader bytes PieceHeader bytes ... PieceHeader(0)
+
+    Args:
+        connect_s: how long connecting to a peer may take.
     """
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, storage: BlockStorage) -> None:
+    def __init__(self, storage: BlockStorage, connect_s: float = _CONNECT_S) -> None:
         super().__init__(storage)
+        self._connect_s = connect_s
         self._is_closed = False
 
     def describe(self) -> bytes:
@@ -82,11 +86,11 @@ class TcpBackend(TransferBackend):
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
         calls = RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)
-        channel = calls.connect_bulk(self.name, _CONNECT_S)
+        channel = calls.connect_bulk(self.name, self._connect_s)
         try:
             ours = list_rows(self.storage)
             window = BlockWindow(self.storage, choose_rows(ours, theirs), count_piece_blocks(self.storage))
-            channel.send(msgspec.msgpack.encode(Rows(ours)), time.monotonic() + _CONNECT_S)
+            channel.send(msgspec.msgpack.encode(Rows(ours)), time.monotonic() + self._connect_s)
         except BaseException:
             channel.close()
             raise

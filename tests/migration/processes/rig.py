@@ -1,0 +1,334 @@
+"""`Rig`: two nodes in processes of their own, a flaky network between them, and what must be true at the end."""
+
+import multiprocessing
+import os
+import random
+import signal
+from multiprocessing.connection import wait
+
+from migration.processes import node_process
+from migration.processes.flaky_proxy import NO_FAULTS, Faults, FlakyProxy
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["migration.processes.node_process"])
+LEASE_S = 0.3
+NUM_BLOCKS = 64
+PATIENCE_S = 30.0
+"""Longer than anything takes that is not stuck."""
+
+TARGET_STEPS = ["preparing", "reading", "inserting", "acknowledging", "done"]
+SOURCE_STEPS = ["lent", "acknowledged"]
+"""`lent` and `acknowledged`: before the reply goes out."""
+ENDED = ("done", "failed", "cancelled")
+
+
+class Node:
+    """One process and its two pipes."""
+
+    def __init__(self, name, peers, backend="tcp", lease_s=LEASE_S):
+        self.name = name
+        self.is_stopped = False
+        self.commands, theirs = CONTEXT.Pipe()
+        self.events, their_events = CONTEXT.Pipe()
+        options = {
+            "name": name,
+            "peers": peers,
+            "lease_s": lease_s,
+            "num_blocks": NUM_BLOCKS,
+            "backend": backend,
+        }
+        self.process = CONTEXT.Process(
+            target=node_process.run, args=(theirs, their_events, options), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        their_events.close()
+
+    def ask(self, name, *arguments, patience_s=PATIENCE_S):
+        self.commands.send((name, arguments))
+        if not self.commands.poll(patience_s):
+            raise AssertionError(f"node {self.name} does not answer {name}{arguments}")
+        is_right, result = self.commands.recv()
+        if not is_right:
+            raise NodeError(f"node {self.name}: {name}: {result}")
+        return result
+
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self.commands.close()
+        self.events.close()
+
+    def stop(self):
+        os.kill(self.process.pid, signal.SIGSTOP)
+        self.is_stopped = True
+
+    def wake(self):
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.is_stopped = False
+
+
+class NodeError(AssertionError):
+    """What a command raised in the process."""
+
+
+class Rig:
+    """Two nodes, `a` and `b`, each reached by the other through a proxy."""
+
+    def __init__(self, backend="tcp", lease_s=LEASE_S):
+        self.backend = backend
+        self.lease_s = lease_s
+        self.proxies = {name: FlakyProxy(name) for name in "ab"}
+        self.nodes = {}
+        self.num_schedules = 0
+        for name in "ab":
+            self.start_node(name)
+
+    def start_node(self, name):
+        other = "b" if name == "a" else "a"
+        peers = {other: self.proxies[other].address}
+        self.nodes[name] = Node(name, peers, self.backend, self.lease_s)
+        self.proxies[name].upstream = self.nodes[name].ask("get_address")
+
+    def close(self):
+        for node in self.nodes.values():
+            node.kill()
+        for proxy in self.proxies.values():
+            proxy.close()
+
+    def run(self, seed):
+        """One schedule. Returns what it did, in words."""
+        self.num_schedules += 1
+        schedule = Schedule(self, seed)
+        try:
+            schedule.run()
+        except AssertionError as error:
+            error.add_note(schedule.describe())
+            raise
+        return schedule.describe()
+
+
+class Schedule:
+    """A migration, what befalls it, and the proof that nothing was lost, used twice, or written late."""
+
+    def __init__(self, rig, seed):
+        self.rig = rig
+        self.random = draw = random.Random(seed)
+        self.seed = seed
+        self.source, self.target = draw.choice(["ab", "ba"])
+        self.kind = draw.choice(["sequence", "sequence", "sequence", "prefix", "blocks"])
+        self.is_move = self.kind == "sequence" and draw.random() < 0.75
+        self.is_push = draw.random() < 0.5
+        self.is_slow = draw.random() < 0.2
+        self.request_id = f"r{seed}"
+        first = draw.randrange(10**6)
+        self.token_ids = [first + position for position in range(draw.randint(1, 60))]
+        if draw.random() < 0.2:
+            self.token_ids = [*range(8), *self.token_ids]  # a head that may be there already
+        self.fault = draw.choice(
+            ["none", "network", "network", "kill", "kill", "kill", "stop", "stop", "cancel", "cut"]
+        )
+        if self.fault == "network":
+            self.faults = Faults(
+                corrupt=draw.choice([0.0, 0.01, 0.05]),
+                swallow=draw.choice([0.0, 0.01, 0.05]),
+                cut=draw.choice([0.0, 0.02, 0.1]),
+                delay=draw.choice([0.0, 0.1]),
+            )
+        else:
+            self.faults = NO_FAULTS
+        side = draw.choice(["source", "target"])
+        self.step = (side, draw.choice(SOURCE_STEPS if side == "source" else TARGET_STEPS))
+        self.victim = draw.choice(["source", "target"])
+        self.is_woken_early = draw.random() < 0.2
+        self.log = []
+
+    def describe(self):
+        what = f"{'move' if self.is_move else 'copy'} of a {self.kind} {self.source}->{self.target}"
+        how = f"{'pushed' if self.is_push else 'fetched'}{', slowly' if self.is_slow else ''}"
+        return (
+            f"seed {self.seed}: {what}, {how}; {self.fault} {self.faults if self.faults.delay_s else ''} "
+            f"victim {self.victim} at {self.step}; {'; '.join(self.log)}"
+        )
+
+    # ---- the course ------------------------------------------------------------------------------
+
+    def run(self):
+        nodes = self.rig.nodes
+        self.killed = None
+        nodes[self.source].ask("begin", self.request_id, self.token_ids)
+        self.drain_events()
+        for name, proxy in self.rig.proxies.items():
+            proxy.seed(f"{self.seed}{name}", self.faults)
+        if self.fault in ("kill", "stop", "cancel", "cut"):
+            side, step = self.step
+            phase = {"lent": "reading", "acknowledged": self.acknowledged_phase()}.get(step, step)
+            at = nodes[self.source if side == "source" else self.target]
+            at.ask("pause_at", "out" if side == "source" else "in", phase)
+        migration_id = self.begin()
+        if self.fault in ("kill", "stop", "cancel", "cut"):
+            self.strike(migration_id)
+        else:
+            self.wait_for_end(self.starter(), migration_id)
+        self.finish(migration_id)
+
+    def acknowledged_phase(self):
+        return "acknowledging" if self.is_push else "done"
+
+    def starter(self):
+        return self.rig.nodes[self.source if self.is_push else self.target]
+
+    def begin(self):
+        block_ids = ()
+        if self.kind == "blocks":
+            block_ids = self.rig.nodes[self.source].ask("list_full_blocks", self.request_id)
+        rate = 4096.0 * 40 if self.is_slow else 0.0
+        how, peer = ("migrate", self.target) if self.is_push else ("fetch", self.source)
+        return self.starter().ask(
+            how, self.kind, self.request_id, self.token_ids, peer, self.is_move, block_ids, rate
+        )
+
+    def strike(self, migration_id):
+        """Wait until the step is reached, and do there what the schedule says."""
+        nodes = self.rig.nodes
+        side, _ = self.step
+        at = nodes[self.source if side == "source" else self.target]
+        if not self.wait_for_pause(at, migration_id):
+            self.log.append("ended before")
+            return
+        victim_name = self.source if self.victim == "source" else self.target
+        victim = nodes[victim_name]
+        other = nodes[self.target if self.victim == "source" else self.source]
+        if self.fault == "kill":
+            victim.kill()
+            self.killed = self.victim
+            self.rig.start_node(victim_name)
+            if at is not victim:
+                at.ask("go_on")
+        elif self.fault == "stop":
+            if at is not victim:
+                victim.stop()
+                at.ask("go_on")
+            else:
+                victim.stop()
+            self.outlast(victim, other, migration_id)
+            if at is victim:
+                at.ask("go_on")
+        elif self.fault == "cancel":
+            was_in_time = victim.ask("cancel", migration_id) if self.may_cancel(victim) else None
+            self.log.append(f"cancelled: {was_in_time}")
+            at.ask("go_on")
+        else:
+            for proxy in self.rig.proxies.values():
+                proxy.cut_all()
+            at.ask("go_on")
+
+    def may_cancel(self, victim):
+        """Does this node know the migration?"""
+        side, _ = self.step
+        name = self.source if victim is self.rig.nodes[self.source] else self.target
+        return name == (self.source if self.is_push else self.target) or side == "source"
+
+    def outlast(self, victim, other, migration_id):
+        """The victim is stopped: until the other side has given up on it, and reused what it got back."""
+        if not self.is_woken_early:
+            given_up = ("failed", "cancelled", "done", "in doubt")
+            self.wait_for_phase(other, migration_id, given_up, self.rig.lease_s * 20)
+            self.log.append(f"reused {other.ask('reuse', self.seed)}")
+        victim.wake()
+
+    def finish(self, migration_id):
+        """The network is good again: all comes to its end, and is looked at."""
+        nodes = self.rig.nodes
+        for name, proxy in self.rig.proxies.items():
+            proxy.seed(name, NO_FAULTS)
+        for name in (self.source, self.target):
+            left = nodes[name].ask("settle", PATIENCE_S / 2)
+            assert not left, f"node {name} does not come to rest: {left}"
+        for node in nodes.values():
+            node.ask("give_reused_back")
+        at_source = nodes[self.source].ask("check", [self.token_ids])
+        at_target = nodes[self.target].ask("check", [self.token_ids])
+        self.log.append(f"source has {at_source}, target {at_target}")
+        self.check_places(at_source, at_target, migration_id)
+        for name, requests in ((self.source, at_source), (self.target, at_target)):
+            for request_id in requests:
+                nodes[name].ask("finish", request_id)
+        for node in nodes.values():
+            assert node.ask("check", [self.token_ids]) == []
+
+    def check_places(self, at_source, at_target, migration_id):
+        """Who has the sequence, and who must."""
+        is_here, is_there = self.request_id in at_source, self.request_id in at_target
+        statuses = {
+            name: {found[0]: found[1:] for found in self.rig.nodes[name].ask("list_statuses")}
+            for name in (self.source, self.target)
+        }
+        there = statuses[self.target].get(migration_id)
+        here = statuses[self.source].get(migration_id)
+        self.log.append(f"here {here}, there {there}")
+        if self.is_move:
+            if self.killed is None:
+                assert is_here != is_there
+            assert not (is_here and is_there)
+            if self.killed != "target" and there is not None and there[1] == "done":
+                assert is_there
+            if self.killed == "target":
+                # Nobody but the dead had it, and only once the source had let it go.
+                assert is_here == (here is None or here[1] != "done")
+                assert not is_there
+            if self.killed == "source":
+                assert is_there == (there is not None and there[1] == "done")
+                if self.step in (("source", "acknowledged"), ("target", "acknowledging")):
+                    assert is_there
+                if self.step == ("target", "done"):
+                    assert is_there
+        elif self.killed != "source":
+            assert is_here
+        if self.fault == "none":
+            assert there is not None
+            assert there[1] == "done", there
+        if not self.is_move and self.killed is None and there is not None and there[1] == "done":
+            if self.kind == "sequence":
+                assert is_there
+            else:
+                num_hit = self.rig.nodes[self.target].ask("check_prefix", self.token_ids)
+                assert num_hit == len(self.token_ids) // 4
+
+    # ---- watching --------------------------------------------------------------------------------
+
+    def drain_events(self):
+        for node in self.rig.nodes.values():
+            while node.events.poll():
+                node.events.recv()
+
+    def wait_for_pause(self, at, migration_id):
+        """Has the step been reached? False: the migration has ended before."""
+        starter = self.starter()
+        while True:
+            readable = wait([node.events for node in self.rig.nodes.values()], PATIENCE_S)
+            assert readable, "nothing happens"
+            has_ended = False
+            for events in readable:
+                direction, phase, found_id, is_paused = events.recv()
+                if is_paused and events is at.events:
+                    return True
+                is_starters = events is starter.events and found_id == migration_id
+                if is_starters and phase in ENDED:
+                    has_ended = True
+            if has_ended and not at.events.poll(0.05):
+                at.ask("go_on")
+                return False
+
+    def wait_for_end(self, node, migration_id):
+        self.wait_for_phase(node, migration_id, (*ENDED, "in doubt"), PATIENCE_S)
+
+    def wait_for_phase(self, node, migration_id, phases, patience_s):
+        """Until the node tells of one of these, of this migration; or is long past knowing of it."""
+        for found in node.ask("list_statuses"):
+            if found[0] == migration_id and found[2] in phases:
+                return
+        while node.events.poll(patience_s):
+            _, phase, found_id, _ = node.events.recv()
+            if found_id == migration_id and phase in phases:
+                return
