@@ -28,13 +28,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
+from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject, Subject
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_NEW_TOKENS, VOCABULARY = 8, 121, 24, 128
-BACKENDS = {"tcp": TcpBackend}
+BACKENDS = {"tcp": TcpBackend, "nixl": NixlBackend}
 
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 

@@ -34,10 +34,11 @@ def start_nodes(secret_file, here, there):
         node.stop()
 
 
-@pytest.fixture(scope="module")
-def pair(secret_file):
+@pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.nixl)])
+def pair(secret_file, request):
     """For all tests after which both live on: starting a process takes seconds."""
-    with start_nodes(secret_file, {"num_blocks": 40}, {"num_blocks": 30}) as nodes:
+    sizes = [{"backend": request.param, "num_blocks": num_blocks} for num_blocks in (40, 30)]
+    with start_nodes(secret_file, *sizes) as nodes:
         yield nodes
 
 
