@@ -22,6 +22,8 @@ from kv_pool.manager.request import Request
 from kv_pool.manager.request_state import dump_request, load_request
 from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.storage.kv_storage import KVStorage
+from kv_pool.tiers.read_back import TierReadBack
+from kv_pool.tiers.tiered_cache import TieredCache
 
 
 def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str = "NHD") -> KVStorage:
@@ -62,15 +64,21 @@ class PagedSequences:
         manager: of the pool that the blocks come from.
         storage: torch tensors with a block for each of the pool's and the manager's block size.
         run_length: what `get_fragmentation_rate` is about.
+        tiers: colder homes of the pool's blocks; `admit` reads back what they have of a request. Whoever
+            else writes to blocks or moves them calls their `store_pending` before.
     Raises:
-        InvalidArgumentError: a storage that does not fit.
+        InvalidArgumentError: a storage that does not fit, or tiers of another pool or storage.
 
     `request.num_computed_tokens` is kept here: it says how many tokens have K and V in every layer. A block
     becomes findable when its last layer has been written, never before.
     """
 
     def __init__(
-        self, manager: KVCacheManager, storage: KVStorage, run_length: int = DEFAULT_RUN_LENGTH
+        self,
+        manager: KVCacheManager,
+        storage: KVStorage,
+        run_length: int = DEFAULT_RUN_LENGTH,
+        tiers: TieredCache | None = None,
     ) -> None:
         num_blocks = manager.block_pool.num_gpu_blocks
         if storage.block_size != manager.block_size or storage.num_blocks < num_blocks:
@@ -82,12 +90,18 @@ class PagedSequences:
             raise InvalidArgumentError(
                 "a model needs K and V in torch tensors; KVStorage.allocate(..., library='torch')"
             )
+        if tiers is not None and (tiers.block_pool is not manager.block_pool or tiers.storage is not storage):
+            raise InvalidArgumentError("the tiers are below another pool, or another storage")
         self.manager = manager
         self.storage = storage
         self.run_length = run_length
+        self.tiers = tiers
+        self.read_back = None if tiers is None else TierReadBack(manager, tiers)
 
     def admit(self, request: Request, max_prefix_tokens: int | None = None) -> int | None:
         """Give a request blocks for all its tokens: those of its longest cached prefix, and new ones.
+
+        What colder tiers have of it beyond the device's own is read back.
 
         Args:
             request: without blocks: new, or freed before.
@@ -98,6 +112,17 @@ class PagedSequences:
         """
         prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
         num_new_tokens = request.num_tokens - prefix.num_tokens
+        if self.read_back is not None:
+            hit = self.read_back.find_prefix(request, prefix, max_prefix_tokens)
+            if hit.num_tokens:
+                num_new_tokens -= hit.num_tokens
+                plan = self.read_back.plan_read_back(request, hit, prefix, num_new_tokens=num_new_tokens)
+                if plan is None:
+                    return None
+                if not plan.apply():  # a block could not be read, and is not found any more
+                    return self.admit(request, max_prefix_tokens)
+                request.num_computed_tokens = plan.num_computed_tokens
+                return plan.num_computed_tokens
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
             return None
         request.num_computed_tokens = prefix.num_tokens
@@ -106,6 +131,11 @@ class PagedSequences:
     def reserve(self, request: Request, num_new_tokens: int) -> bool:
         """Slots for so many tokens after the computed ones; False where they do not fit, nothing changed."""
         return self.manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=True) is not None
+
+    def begin_step(self) -> None:
+        """All slots of a step are reserved, and none is written yet: what was in them goes to the tiers."""
+        if self.tiers is not None:
+            self.tiers.flush()
 
     def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slots of the request's positions `[start, stop)` right now: (stop - start,), int64."""
@@ -229,6 +259,7 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
+        self._store_pending()
         pool = self._get_run_pool()
         pinned = list(pool.get_watched_ids())
         if goal is None:
@@ -264,11 +295,14 @@ class PagedSequences:
             OutOfBlocksError: fewer blocks are free. In both cases nothing has changed.
             CopyFailedError: no block has moved, and none is taken.
         """
+        self._store_pending()
         pool = self._get_run_pool()
         watched = list(pool.get_watched_ids())
-        return compaction.take_run(
+        run = compaction.take_run(
             pool, num_blocks, self.storage.apply_moves, lambda relocation: None, pinned=watched
         )
+        self._store_pending()  # what was in the run: its taker writes when he likes
+        return run
 
     def get_fragmentation_rate(self) -> float:
         """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks).
@@ -277,6 +311,11 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
         """
         return self._get_run_pool().get_fragmentation_rate(self.run_length)
+
+    def _store_pending(self) -> None:
+        """Blocks are about to be overwritten, or moved, other than by a step."""
+        if self.tiers is not None:
+            self.tiers.store_pending()
 
     def _get_run_pool(self) -> RunBlockPool:
         pool = self.manager.block_pool
@@ -301,6 +340,7 @@ class PagedSequences:
         targets = manager.get_block_ids(copy.request_id)
         first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
+        target._store_pending()
         try:
             self.storage.copy_to(target.storage, moves)
         except BaseException:

@@ -14,8 +14,10 @@ from integrations.transformers.made_model import (
     make_model,
     make_request,
     make_sequences,
+    make_tiers,
     run_step,
 )
+from integrations.transformers.moved_blocks import crowd_out
 
 from kv_pool.contiguous.invariants import check
 from kv_pool.errors import KVPoolError
@@ -31,9 +33,9 @@ BACKENDS = {"tcp": TcpBackend, "nixl": NixlBackend}
 class Node:
     """A model, a pool with its bytes, requests, and a migrator."""
 
-    def __init__(self, name, secret_file, backend="tcp", num_blocks=60, **settings):
+    def __init__(self, name, secret_file, backend="tcp", num_blocks=60, tiers=None, **settings):
         self.requests = {}
-        self.sequences = make_sequences(num_blocks)
+        self.sequences = make_sequences(num_blocks, add_tiers=None if tiers is None else make_tiers(*tiers))
         self.site = self.sequences.make_site(HASHER, self.requests)
         self.lock = self.site.lock
         self._told = queue.SimpleQueue()
@@ -87,6 +89,9 @@ class Node:
             self.free(name)
         with self.lock:
             assert self.sequences.manager.reset_prefix_cache()
+
+    def crowd_out(self):
+        crowd_out(self.sequences)
 
     def list_requests(self):
         return list(self.requests)
