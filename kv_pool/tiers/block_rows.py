@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
+from kv_pool.storage.segments import Segment, SegmentTable
 
 ByteRows = npt.NDArray[np.uint8]
 
@@ -33,6 +34,13 @@ def view_rows(storage: BlockStorage) -> ByteRows | None:
     stride, span = int(table.strides[0]), int(table.spans[0])
     memory = (ctypes.c_ubyte * ((table.num_blocks - 1) * stride + span)).from_address(int(table.bases[0]))
     return np.ndarray((table.num_blocks, span), np.uint8, memoryview(memory), strides=(stride, 1))
+
+
+def wrap_rows(rows: ByteRows, block_format: str) -> BlockStorage:
+    """Rows in one piece of memory, (n, block_bytes), as the blocks of a storage."""
+    num_blocks, block_bytes = rows.shape
+    row = Segment(rows.ctypes.data, block_bytes, block_bytes, rows)
+    return BlockStorage(SegmentTable.from_segments([row], num_blocks), "cpu", block_format)
 
 
 class RowBuffer:

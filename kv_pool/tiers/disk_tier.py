@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from kv_pool.core.kv_events import MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId
@@ -49,6 +51,7 @@ class DiskTier(Tier):
         medium: of its blocks in events and statistics.
 
     Attributes:
+        layout: what its blocks mean.
         reopened: what was found in the folder.
 
     Raises:
@@ -73,6 +76,7 @@ class DiskTier(Tier):
         medium: str = MEDIUM_STORAGE,
     ) -> None:
         super().__init__(capacity, medium)
+        self.layout = layout
         if layout.block_bytes < 1:
             raise InvalidArgumentError("the layout has blocks of 0 bytes; a Tier keeps those")
         self._format = block_format
@@ -132,22 +136,54 @@ class DiskTier(Tier):
         return stored
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
-        found: list[BlockHashWithGroupId] = []
-        failed: list[BlockHashWithGroupId] = []
-        rows = self._buffer.rows if self._format is None else self._encoded.rows
-        for key in keys:
-            (found if self.read_row(key, self._slots.slot_of[key], rows[len(found)]) else failed).append(key)
-        if self._format is not None and found:
-            self._buffer.rows[: len(found)] = self._format.decode(rows[: len(found)])
+        slots = [self._slots.slot_of[key] for key in keys]
+        if self._format is None:
+            found, failed = self._read_rows(keys, slots, self._buffer.rows)
+        else:
+            encoded = self._encoded.rows
+            found, failed = self._read_rows(keys, slots, encoded)
+            if found:
+                self._buffer.rows[: len(found)] = self._format.decode(encoded[: len(found)])
         self._counts.num_read += len(found)
         self.drop_unreadable(failed)
         return TierRead(found, self._buffer.storage, range(len(found)), failed)
 
-    def read_row(self, key: BlockHashWithGroupId, slot: int, into: ByteRows) -> bool:
-        """Read a block as it is written; False if it is not there as it was written.
+    def get_slot(self, key: BlockHashWithGroupId) -> int:
+        """Where it has a block that it has."""
+        return self._slots.slot_of[key]
 
-        Any thread may call it while the tier is in use, with a buffer of its own.
+    def read_apart(
+        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[int]
+    ) -> tuple[list[BlockHashWithGroupId], ByteRows, list[BlockHashWithGroupId]]:
+        """Read blocks into memory of their own; any thread may do it while the tier is in use.
+
+        Args:
+            slots: where they were; they may have gone meanwhile.
+        Returns:
+            The keys that were found there, as they were written; their bytes, (n, block_bytes), in this
+            order; and the other keys. Nothing is counted, and no block is removed.
         """
+        rows = np.empty((len(keys), self._encoded_bytes), np.uint8)
+        found, failed = self._read_rows(keys, slots, rows)
+        rows = rows[: len(found)]
+        return found, rows if self._format is None else self._format.decode(rows), failed
+
+    def count_read(self, num_blocks: int) -> None:
+        """Count blocks that were read apart."""
+        self._counts.num_read += num_blocks
+
+    def _read_rows(
+        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[int], rows: ByteRows
+    ) -> tuple[list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
+        """Read blocks as they are written into the first rows; the keys that were found, and those not."""
+        found: list[BlockHashWithGroupId] = []
+        failed: list[BlockHashWithGroupId] = []
+        for key, slot in zip(keys, slots, strict=True):
+            (found if self._read_row(key, slot, rows[len(found)]) else failed).append(key)
+        return found, failed
+
+    def _read_row(self, key: BlockHashWithGroupId, slot: int, into: ByteRows) -> bool:
+        """Read a block as it is written; False if it is not there, or not as it was written."""
         try:
             header = self._files.read(slot, into)
         except OSError as error:
@@ -235,7 +271,7 @@ class DiskTier(Tier):
         newest: dict[BlockHashWithGroupId, tuple[int, SlotHeader]] = {}
         for slot, header in sorted(headers, key=lambda found: found[1].use):
             self._use = max(self._use, header.use)
-            if verifies and not self.read_row(header.key, slot, self._encoded.rows[0]):
+            if verifies and not self._read_row(header.key, slot, self._encoded.rows[0]):
                 num_dropped += 1
                 self._wipe(slot)
                 continue

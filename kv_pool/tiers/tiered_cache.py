@@ -12,7 +12,9 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import count_batch_blocks
+from kv_pool.tiers.block_rows import count_batch_blocks, wrap_rows
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.prefetcher import Prefetcher
 from kv_pool.tiers.tier import Tier, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
 
@@ -48,6 +50,7 @@ class TieredCache:
         tiers: warmest first.
         write: `back` stores a block when the pool takes it anew; `through` also as soon as it is cached and
             written, so that nothing is left to copy then.
+        max_prefetch_blocks: blocks that are read ahead at a time, at most; 0 for no reading ahead.
         enable_events: what tiers gain and lose is told among the pool's events, which have to be on.
 
     **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
@@ -78,6 +81,7 @@ class TieredCache:
         write: str = "back",
         *,
         enable_events: bool = False,
+        max_prefetch_blocks: int = 256,
     ) -> None:
         if not tiers:
             raise InvalidArgumentError("there are no tiers; name at least one")
@@ -108,8 +112,18 @@ class TieredCache:
         self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._events = TierEvents(block_pool, sum(tier.capacity for tier in tiers)) if enable_events else None
+        self._disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
+        self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
+        self._prefetcher = (
+            Prefetcher(self._disk, self._max_prefetch_blocks)
+            if self._disk is not None and max_prefetch_blocks
+            else None
+        )
         self.num_dropped = 0
         block_pool.colder_tiers = self
+        if self._events is not None:
+            for tier in tiers:
+                self._events.announce_stored(tier.medium, tier.list_keys())
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -175,6 +189,7 @@ class TieredCache:
                 if key in self._unwritten and self._unwritten[key][0] is block:
                     del self._unwritten[key]
                     continue  # taken back before the step that was to write it
+            self._pending.pop(key, None)  # of two copies the one used last says when it was used
             self._pending[key] = (block, block.block_id)
 
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
@@ -186,6 +201,8 @@ class TieredCache:
         self._pending.clear()
         self._unwritten.clear()
         self._written.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.cancel()
         if self._events is not None:
             self._events.clear()
         for tier in self.tiers:
@@ -200,6 +217,7 @@ class TieredCache:
         counted, and can not be hit later; nothing is raised for it.
         """
         self.store_pending()
+        self._take_prefetched()
         if self.writes_through:
             written, self._written, self._unwritten = self._written, self._unwritten, {}
             self._copy_out(
@@ -228,6 +246,8 @@ class TieredCache:
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Content under these keys is wrong: it is not found in any tier, now and after a restart."""
         listed = list(keys)
+        if self._prefetcher is not None and listed:
+            self._prefetcher.cancel()
         for queue in (self._pending, self._unwritten, self._written):
             for key in listed:
                 queue.pop(key, None)
@@ -238,10 +258,64 @@ class TieredCache:
         """Leave the pool alone, and close the tiers. What is pending is not stored: `flush` before."""
         if self.block_pool.colder_tiers is self:
             self.block_pool.colder_tiers = None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         for tier in self.tiers:
+            self._tell_removed(tier, tier.list_keys())
             tier.close()
 
     # ---- reading back ----------------------------------------------------------------------------
+
+    def prefetch(self, owner: str, keys: Sequence[BlockHashWithGroupId]) -> int:
+        """Let blocks that are on disk alone be read into the warmest tier, by a thread.
+
+        Args:
+            owner: for whom; names it in `cancel_prefetch`.
+        Returns:
+            How many are being read for it now. No more than `max_prefetch_blocks` in all, and no more than
+            half of the warmest tier; the rest has to be asked for again.
+        They are in the warmest tier after some later `flush`. Without bytes they are there at once.
+        """
+        warmest, colder = self.tiers[0], self.tiers[1:]
+        if self.storage is None:
+            moving = [key for key in keys if key not in warmest and any(key in tier for tier in colder)]
+            moving = moving[: self._max_prefetch_blocks]
+            self._store(0, moving, None, ())
+            return len(moving)
+        if self._prefetcher is None or self._disk is None:
+            return 0
+        on_disk = [
+            (key, self._disk.get_slot(key)) for key in keys if key in self._disk and self.find_tier(key) != 0
+        ]
+        self._prefetcher.ask(owner, on_disk)
+        return self._prefetcher.count_asked(owner)
+
+    def cancel_prefetch(self, owner: str) -> None:
+        """Nothing more is read ahead for this owner; nothing happens if nothing is."""
+        if self._prefetcher is not None:
+            self._prefetcher.cancel(owner)
+
+    def wait_for_prefetch(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was asked for has been read, for the next `flush`; False if it took longer."""
+        return self._prefetcher is None or self._prefetcher.wait(timeout_s)
+
+    def _take_prefetched(self) -> None:
+        """Let the warmest tier have what was read ahead and is still what it was."""
+        if self._prefetcher is None or self._disk is None or self.storage is None:
+            return
+        for errand in self._prefetcher.take_done():
+            disk = self._disk
+            slot_of = dict(zip(errand.keys, errand.slots, strict=True))
+            there = [key for key in errand.keys if key in disk and disk.get_slot(key) == slot_of[key]]
+            unreadable = [key for key in errand.failed if key in there]
+            disk.drop_unreadable(unreadable)
+            self._tell_removed(disk, unreadable)
+            good = set(there)
+            rows = {key: row for row, key in enumerate(errand.found) if key in good}
+            if rows and errand.rows is not None:
+                disk.count_read(len(rows))
+                read = wrap_rows(errand.rows, self.storage.block_format)
+                self._store(0, list(rows), read, list(rows.values()))
 
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Let no tier give these up to make room, until `release`; they count as used now."""

@@ -1,24 +1,46 @@
-"""`HostPrefixes`: which prefixes of requests the host pool has, beyond what the device has."""
+"""`HostPrefixes`: which prefixes of requests another pool has, beyond what the device has."""
 
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
-from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.request import SchedulableRequest
 
+Found = TypeVar("Found")
+Found_co = TypeVar("Found_co", covariant=True)
 
-class HostPrefixes:
-    """Looks up prefixes in the host pool. Only looks.
+
+class PrefixLookup(Protocol[Found_co]):
+    """What can be asked for the blocks of prefixes; a `BlockPool` is one, and answers with its blocks."""
+
+    @property
+    def enable_caching(self) -> bool: ...
+
+    @property
+    def hash_block_size(self) -> int: ...
+
+    def find_cached_prefix(
+        self, block_hashes: Sequence[BlockHash], max_num_blocks: int, kv_cache_group_id: int = 0, /
+    ) -> Sequence[Found_co]:
+        """See `BlockPool`."""
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int], /
+    ) -> Sequence[Found_co] | None:
+        """See `BlockPool`."""
+
+
+class HostPrefixes(Generic[Found]):
+    """Looks up prefixes beyond those of the device, in the host pool or another place. Only looks.
 
     Args:
         pool: the host pool.
-        groups: the manager's groups, over the host pool.
+        groups: the manager's groups; their own pool is not asked.
         alignment: hits are a multiple of so many tokens.
     """
 
-    def __init__(self, pool: BlockPoolCore, groups: Sequence[BlockGroup], alignment: int) -> None:
+    def __init__(self, pool: PrefixLookup[Found], groups: Sequence[BlockGroup], alignment: int) -> None:
         self._pool = pool
         self._groups = groups
         self._alignment = alignment
@@ -49,15 +71,13 @@ class HostPrefixes:
             num_tokens = self._align(missing)
         return 0
 
-    def find_blocks(
-        self, request: SchedulableRequest, start: int, end: int
-    ) -> list[dict[int, KVCacheBlock]] | None:
+    def find_blocks(self, request: SchedulableRequest, start: int, end: int) -> list[dict[int, Found]] | None:
         """For each group the blocks that hold the tokens `[start, end)`, by table position, without those
         that no token from `end` on attends to; None if one is not there.
         """
-        found: list[dict[int, KVCacheBlock]] = []
+        found: list[dict[int, Found]] = []
         for group in self._groups:
-            row: dict[int, KVCacheBlock] = {}
+            row: dict[int, Found] = {}
             if group.is_cacheable:
                 hashes = self._list_hashes(request, group)
                 for position in self._list_needed(group, start, end):

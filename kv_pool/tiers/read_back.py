@@ -1,0 +1,259 @@
+"""`TierReadBack`: lets requests of a manager start with prefixes that colder tiers have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.swap.host_prefix import HostPrefixes
+from kv_pool.manager.swap.sides import DeviceSide
+from kv_pool.tiers.read_back_plan import ReadBackPlan
+from kv_pool.tiers.tier_lookup import TierLookup
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class TierHit(NamedTuple):
+    """What tiers have of a request, right after what the device has.
+
+    Attributes:
+        request_id: whose prefix it is.
+        num_device_tokens: tokens in front of it, which are on the device.
+        num_tokens: tokens that tiers have; 0 for none.
+        num_tokens_by_medium: of these, by the coldest medium that is read for them; all media of tiers.
+    """
+
+    request_id: str
+    num_device_tokens: int
+    num_tokens: int
+    num_tokens_by_medium: dict[str, int]
+
+
+class ReadBackStatistics(msgspec.Struct):
+    """What requests started with.
+
+    Attributes:
+        num_tokens_by_medium: GPU for prefixes on the device, and the media of the tiers.
+        num_committed, num_aborted: plans.
+        num_unreadable: plans that were aborted since a block could not be read.
+    """
+
+    num_tokens_by_medium: dict[str, int]
+    num_committed: int = 0
+    num_aborted: int = 0
+    num_unreadable: int = 0
+
+
+class TierReadBack:
+    """Finds prefixes in the tiers of a manager's pool, and reads them into blocks of requests.
+
+        prefix = manager.get_computed_blocks(request)
+        hit = read_back.find_prefix(request, prefix)
+        if hit.num_tokens:
+            plan = read_back.plan_read_back(request, hit, prefix, num_new_tokens=...)
+            if plan is not None and plan.apply():
+                request.num_computed_tokens = plan.num_computed_tokens
+
+    All KV cache groups take part, those with windows, chunks or states as well: of these only the blocks are
+    read that the next token attends to.
+
+    Args:
+        manager: whose requests they are.
+        tiered_cache: of the manager's pool.
+
+    Events of tiers come among the pool's own, so `manager.take_events()` has them, labelled and in order.
+    Not safe for several threads.
+    """
+
+    def __init__(self, manager: KVCacheManager, tiered_cache: TieredCache) -> None:
+        if tiered_cache.block_pool is not manager.block_pool:
+            raise InvalidArgumentError("the tiers are those of another pool than the manager's")
+        self.manager = manager
+        self.tiered_cache = tiered_cache
+        self._device = DeviceSide(manager)
+        self._groups: list[BlockGroup] = [
+            make_group(spec, manager.block_pool, group_id, manager.alignment)
+            for group_id, spec in enumerate(manager.groups)
+        ]
+        lookup = TierLookup(tiered_cache)
+        self._prefixes: HostPrefixes[BlockHashWithGroupId] = HostPrefixes(
+            lookup, self._groups, manager.alignment
+        )
+        self._open_plans: dict[str, ReadBackPlan] = {}
+        self._media = [tier.medium for tier in tiered_cache.tiers]
+        self._statistics = ReadBackStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def find_prefix(
+        self,
+        request: SchedulableRequest,
+        cached_prefix: CachedPrefix | None = None,
+        max_num_tokens: int | None = None,
+    ) -> TierHit:
+        """What the request could have from tiers after its prefix on the device. Only looks.
+
+        Args:
+            cached_prefix: what `get_computed_blocks` found; None for nothing.
+            max_num_tokens: prefix and hit together cover no more than this; by default all tokens of the
+                request but the last.
+        Cost: O(blocks), a dictionary look-up for each and tier; more where windows make it try lengths.
+        """
+        start = 0 if cached_prefix is None else cached_prefix.num_tokens
+        limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
+        num_tokens = self._prefixes.count_tokens(request, start, limit)
+        by_medium = dict.fromkeys(self._media, 0)
+        if num_tokens:
+            self._count_by_medium(request, start, start + num_tokens, by_medium)
+        return TierHit(request.request_id, start, num_tokens, by_medium)
+
+    def list_open_plans(self) -> list[ReadBackPlan]:
+        """Plans that were neither committed nor aborted, oldest first."""
+        return list(self._open_plans.values())
+
+    def list_device_ids_in_flight(self) -> list[int]:
+        """Device blocks that open plans have: do not move them to other ids meanwhile (`pinned`)."""
+        return [block.block_id for plan in self._open_plans.values() for block in plan.list_blocks()]
+
+    def get_statistics(self) -> ReadBackStatistics:
+        """What requests started with so far, as of now."""
+        counts = self._statistics
+        return msgspec.structs.replace(counts, num_tokens_by_medium=dict(counts.num_tokens_by_medium))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def plan_read_back(
+        self,
+        request: SchedulableRequest,
+        hit: TierHit,
+        cached_prefix: CachedPrefix | None = None,
+        *,
+        num_new_tokens: int = 0,
+        **options: Any,
+    ) -> ReadBackPlan | None:
+        """Plan to start a request with what tiers have, after what the device has.
+
+            |<- cached_prefix ->|<- hit ->|<- num_new_tokens ->|
+            |   touched         |  read   |   to be computed   |
+
+        Args:
+            hit: what `find_prefix` answered for the same prefix.
+            num_new_tokens: slots for tokens to be computed next; more can be allocated after the commit.
+            options: for `allocate_slots`, such as `num_lookahead_tokens`.
+        Returns:
+            The plan; None if `allocate_slots` finds no room, with nothing changed.
+        Raises:
+            InvalidArgumentError: an empty hit, one for another request or prefix; a request that has blocks,
+                or a plan. Nothing has changed.
+            InvalidBlockError: the tiers have not all of it any more: ask again. Nothing has changed.
+        """
+        request_id = request.request_id
+        num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
+        if request_id in self._open_plans:
+            raise InvalidArgumentError(f"a plan is open for request {request_id!r}; close it first")
+        if self.manager.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
+        if hit.num_tokens < 1 or hit[:2] != (request_id, num_device_tokens):
+            raise InvalidArgumentError(
+                f"the hit is of {hit.num_tokens} tokens after {hit.num_device_tokens} of request "
+                f"{hit.request_id!r}; this is request {request_id!r} with {num_device_tokens} on the device"
+            )
+        for blocks in () if cached_prefix is None else cached_prefix.blocks:
+            self.manager.copies.check_made(request_id, blocks)
+        end = num_device_tokens + hit.num_tokens
+        rows = None
+        if end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size:
+            rows = self._prefixes.find_blocks(request, num_device_tokens, end)
+        if rows is None:
+            raise InvalidBlockError(
+                f"the tiers have not all of tokens {num_device_tokens} to {end} of request {request_id!r} "
+                "(any more); call find_prefix() again"
+            )
+        keys = [key for row in rows for key in row.values()]
+        self.tiered_cache.hold(keys)
+        try:
+            added = self.manager.allocate_slots(
+                request,
+                num_new_tokens,
+                cached_prefix,
+                num_external_computed_tokens=hit.num_tokens,
+                delay_cache_blocks=True,
+                **options,
+            )
+        except BaseException:
+            self.tiered_cache.release(keys)
+            raise
+        if added is None:
+            self.tiered_cache.release(keys)
+            return None
+        tables = self.manager.pop_tables(request_id)
+        targets = [
+            table.blocks[position] for table, row in zip(tables, rows, strict=True) for position in row
+        ]
+        plan = ReadBackPlan(
+            request, hit, self.manager, self.tiered_cache, self._device, tables, keys, targets, self._close
+        )
+        self._open_plans[request_id] = plan
+        return plan
+
+    def note_started(self, cached_prefix: CachedPrefix) -> None:
+        """Count a request that starts with what the device has, and nothing from tiers."""
+        self._statistics.num_tokens_by_medium[MEDIUM_GPU] += cached_prefix.num_tokens
+
+    # ---- reading ahead ---------------------------------------------------------------------------
+
+    def prefetch(self, request: SchedulableRequest) -> int:
+        """Let blocks of a request that waits be read from disk into host memory, by a thread.
+
+        Returns:
+            How many blocks are being read for it now; 0 where nothing is on disk alone, or so many are being
+            read already.
+        They are in host memory after some later `TieredCache.flush()`. What cannot be read is counted, and
+        found out again by whoever needs it.
+        """
+        num_tokens = self.manager.get_computed_blocks(request).num_tokens
+        found = self._prefixes.count_tokens(request, num_tokens, request.num_tokens - 1)
+        rows = self._prefixes.find_blocks(request, num_tokens, num_tokens + found) if found else None
+        keys = [key for row in rows or () for key in row.values()]
+        return self.tiered_cache.prefetch(request.request_id, keys)
+
+    def cancel_prefetch(self, request_id: str) -> None:
+        """Nothing more is read ahead for this request; nothing happens if nothing is."""
+        self.tiered_cache.cancel_prefetch(request_id)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _count_by_medium(
+        self, request: SchedulableRequest, start: int, end: int, by_medium: dict[str, int]
+    ) -> None:
+        """Add to the counts; tokens for which nothing is read count as of the warmest tier."""
+        step = self.manager.alignment
+        level_of = [0] * ((end - start) // step)
+        rows = self._prefixes.find_blocks(request, start, end) or []
+        for group, row in zip(self._groups, rows, strict=True):
+            for position, key in row.items():
+                level = self.tiered_cache.find_tier(key) or 0
+                place = (position * group.block_size - start) // step
+                level_of[place] = max(level_of[place], level)
+        for level in level_of:
+            by_medium[self._media[level]] += step
+
+    def _close(self, plan: ReadBackPlan) -> None:
+        del self._open_plans[plan.request_id]
+        counts = self._statistics
+        if plan.is_committed:
+            counts.num_committed += 1
+            counts.num_tokens_by_medium[MEDIUM_GPU] += plan.hit.num_device_tokens
+            for medium, num_tokens in plan.hit.num_tokens_by_medium.items():
+                counts.num_tokens_by_medium[medium] += num_tokens
+        else:
+            counts.num_aborted += 1
+            counts.num_unreadable += plan.is_unreadable

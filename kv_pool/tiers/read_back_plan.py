@@ -1,0 +1,178 @@
+"""`ReadBackPlan`: blocks on their way from tiers into a request's table, until commit or abort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.extra_keys import check_announceable
+from kv_pool.errors import InvalidBlockError, PlanClosedError
+from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.swap.plan import PlanState
+from kv_pool.manager.swap.sides import DeviceSide, list_tail_first
+from kv_pool.tiers.tiered_cache import TieredCache
+
+if TYPE_CHECKING:
+    from kv_pool.tiers.read_back import TierHit
+
+
+class ReadBackPlan:
+    """What is read, where to, and what becomes true when it is there. From `TierReadBack`.
+
+                 commit                            abort
+        OPEN --> request holds blocks, findable    request has no blocks: look up again
+
+    While it is open the manager does not know the request, its device blocks are the plan's, and no tier
+    gives up what is to be read.
+
+    Attributes:
+        request_id: whose blocks they are.
+        hit: what it was made for.
+        num_computed_tokens: tokens whose KV the request has after a commit: set the request's to it.
+        keys: of the blocks to be read.
+        state: open, committed or aborted.
+        is_unreadable: a block could not be read.
+    """
+
+    def __init__(
+        self,
+        request: SchedulableRequest,
+        hit: TierHit,
+        manager: KVCacheManager,
+        tiered_cache: TieredCache,
+        device: DeviceSide,
+        tables: list[BlockTable],
+        keys: Sequence[BlockHashWithGroupId],
+        targets: Sequence[KVCacheBlock],
+        on_close: Callable[[ReadBackPlan], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self.hit = hit
+        self.num_computed_tokens = hit.num_device_tokens + hit.num_tokens
+        self.keys = keys
+        self.state = PlanState.OPEN
+        self.is_unreadable = False
+        self._is_loaded = False
+        self._request = request
+        self._manager = manager
+        self._tiered_cache = tiered_cache
+        self._device = device
+        self._tables = tables
+        self._targets = targets
+        self._on_close = on_close
+        # Blocks of the device's prefix, by what they were hit for: one that is found wrong loses its key.
+        read_into = set(targets)
+        self._hits = [
+            (block, block.block_hash)
+            for table in tables
+            for block in table.blocks
+            if block.block_hash is not None and block not in read_into
+        ]
+
+    @property
+    def is_committed(self) -> bool:
+        return self.state is PlanState.COMMITTED
+
+    def list_blocks(self) -> list[KVCacheBlock]:
+        """The device blocks that the plan holds a reference to, those to be reused first in front."""
+        return list_tail_first([table.blocks for table in self._tables])
+
+    def apply(self) -> bool:
+        """Read and commit.
+
+        Returns:
+            False if a block could not be read, or its content was found to be wrong meanwhile: the plan is
+            aborted, and the next `find_prefix` finds a shorter prefix, or none.
+        Raises:
+            CopyFailedError: the device did not take the bytes. The plan is aborted.
+            Others as in `commit`. The plan is aborted.
+        """
+        try:
+            if self.load():
+                self.commit()
+                return True
+        except BaseException:
+            if self.state is PlanState.OPEN:
+                self.abort()
+            raise
+        self.abort()
+        return False
+
+    def load(self) -> bool:
+        """Read the bytes into the device blocks; False if one could not be read, or is void: abort then.
+
+        Blocks that were taken anew for this are copied out before (`store_pending`). Done on return.
+        Raises:
+            PlanClosedError: committed or aborted before.
+            CopyFailedError: the device did not take the bytes.
+        """
+        self._check_open()
+        wanted = {
+            key: block.block_id
+            for key, block in zip(self.keys, self._targets, strict=True)
+            if not block.is_null
+        }
+        failed = self._tiered_cache.load(list(wanted), list(wanted.values()))
+        self.is_unreadable = bool(failed)
+        self._is_loaded = not failed and not self._is_void()
+        return self._is_loaded
+
+    def commit(self) -> None:
+        """The bytes are there: the request holds its blocks, and the prefix can be hit on the device.
+
+        Raises:
+            PlanClosedError: committed or aborted before.
+            InvalidBlockError: not loaded, or a block's content was found to be wrong since, on the device or
+                in the tiers: abort.
+            InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
+                what an event needs. In all cases nothing has changed.
+        """
+        self._check_open()
+        if not self._is_loaded or self._is_void():
+            raise InvalidBlockError(
+                f"not all blocks for request {self.request_id!r} were read, or what was read is void by now; "
+                "abort the plan and call find_prefix() again"
+            )
+        if self._manager.block_pool.enable_kv_cache_events:
+            check_announceable(self._request)
+        self._manager.put_tables(self.request_id, self._tables)
+        self._manager.cache_blocks(self._request, self.num_computed_tokens)
+        self._close(PlanState.COMMITTED)
+
+    def abort(self) -> None:
+        """Nothing comes of it: the device blocks are free, and none of them can be hit.
+
+        Raises:
+            PlanClosedError: committed or aborted before. Nothing has changed.
+        """
+        self._check_open()
+        self._device.free_blocks(self.list_blocks())
+        self._close(PlanState.ABORTED)
+
+    def _is_void(self) -> bool:
+        """Was the content of a block found to be wrong since it was hit?"""
+        return any(key not in self._tiered_cache for key in self.keys) or any(
+            block.block_hash != key for block, key in self._hits
+        )
+
+    def _close(self, state: PlanState) -> None:
+        self._tiered_cache.release(self.keys)
+        self.state = state
+        self._on_close(self)
+
+    def _check_open(self) -> None:
+        if self.state is not PlanState.OPEN:
+            raise PlanClosedError(
+                f"the plan to read blocks for request {self.request_id!r} was {self.state.value} before; "
+                "make a new one"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"ReadBackPlan({self.request_id!r}, {self.state.value}, {len(self.keys)} blocks, "
+            f"{self.hit.num_tokens} tokens)"
+        )

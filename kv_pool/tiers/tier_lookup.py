@@ -1,0 +1,36 @@
+"""`TierLookup`: the tiers of a pool, asked for prefixes as a pool is; answers with keys."""
+
+from collections.abc import Sequence
+
+from kv_pool.core.block_keys import group_suffix
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class TierLookup:
+    """A `PrefixLookup`. Whichever tier has a block: a prefix may change between them from block to block."""
+
+    def __init__(self, tiered_cache: TieredCache) -> None:
+        self.enable_caching = tiered_cache.block_pool.enable_caching
+        self.hash_block_size = tiered_cache.block_pool.hash_block_size
+        self._tiered_cache = tiered_cache
+
+    def find_cached_prefix(
+        self, block_hashes: Sequence[BlockHash], max_num_blocks: int, kv_cache_group_id: int = 0, /
+    ) -> list[BlockHashWithGroupId]:
+        """The keys of the longest prefix that the tiers have, head first."""
+        suffix = group_suffix(kv_cache_group_id)
+        found: list[BlockHashWithGroupId] = []
+        for block_hash in block_hashes[: max(0, max_num_blocks)]:
+            key = BlockHashWithGroupId(block_hash + suffix)
+            if key not in self._tiered_cache:
+                break
+            found.append(key)
+        return found
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int], /
+    ) -> list[BlockHashWithGroupId] | None:
+        """The keys of this block in all of these groups; None if one is missing."""
+        keys = [BlockHashWithGroupId(block_hash + group_suffix(group_id)) for group_id in kv_cache_group_ids]
+        return keys if all(key in self._tiered_cache for key in keys) else None

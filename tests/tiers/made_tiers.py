@@ -1,0 +1,62 @@
+"""Tiers of every kind beside one small storage, and blocks whose bytes follow from their keys."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import HostTier
+
+BLOCK_BYTES = 72
+
+
+class Inverted:
+    """A block format that is not raw, and loses nothing: each byte inverted, and twelve behind them."""
+
+    name = "inverted"
+
+    def __init__(self, block_bytes=BLOCK_BYTES):
+        self.encoded_bytes = block_bytes + 12
+
+    def encode(self, blocks):
+        return np.pad(~blocks, ((0, 0), (0, 12)))
+
+    def decode(self, encoded):
+        return ~encoded[:, :-12]
+
+
+def make_key(name, group_id=0):
+    return hashlib.sha256(str(name).encode()).digest() + group_id.to_bytes(4, "big")
+
+
+def bytes_of(key, num_bytes=BLOCK_BYTES):
+    return hashlib.shake_128(key).digest(num_bytes)
+
+
+class Device:
+    """Blocks of two arrays, written and read by key."""
+
+    def __init__(self, num_blocks=16):
+        self.arrays = [np.zeros((num_blocks, 40), np.uint8), np.zeros((num_blocks, 4), np.int64)]
+        self.storage = BlockStorage.wrap_state(self.arrays)
+        self.layout = BlockLayout.describe(self.storage, 4)
+
+    def write(self, block_id, key):
+        self.storage.write_block(block_id, bytes_of(key))
+
+    def holds(self, block_id, key):
+        return self.storage.read_block(block_id) == bytes_of(key)
+
+
+def make_tier(kind, device, folder: Path, capacity):
+    """`host`, `host-inverted`, `disk` or `disk-inverted`."""
+    block_format = Inverted() if kind.endswith("inverted") else None
+    if kind.startswith("host"):
+        return HostTier(capacity, device.storage, block_format)
+    return DiskTier(folder, capacity, device.layout, block_format)
+
+
+KINDS = ("host", "host-inverted", "disk", "disk-inverted")

@@ -1,0 +1,105 @@
+"""`SlowTiers`: lists of keys that do what a `TieredCache` has to do, one block after the other."""
+
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class SlowTiers:
+    """The keys of each tier, those used last at the end; what is pending; what plans hold."""
+
+    def __init__(self, *capacities):
+        self.capacities = capacities
+        self.tiers = [[] for _ in capacities]
+        self.pending = []
+        self.held = []
+
+    def store(self, level, keys):
+        tier = self.tiers[level]
+        known = [key for key in keys if key in tier]
+        new = list(dict.fromkeys(key for key in keys if key not in tier))
+        for key in known:
+            tier.remove(key)
+            tier.append(key)
+        capacity = self.capacities[level]
+        for start in range(0, len(new), capacity):
+            some = new[start : start + capacity]
+            num_missing = max(0, len(tier) + len(some) - capacity)
+            outgoing = [key for key in tier if key not in self.held][:num_missing]
+            if outgoing and level + 1 < len(self.tiers):
+                self.store(level + 1, outgoing)
+            for key in outgoing:
+                tier.remove(key)
+            tier += some[: capacity - len(tier)]
+
+    def flush(self):
+        pending, self.pending = self.pending, []
+        self.store(0, pending)
+
+    def hold(self, keys):
+        self.held += keys
+        for tier in self.tiers:
+            for key in keys:
+                if key in tier:
+                    tier.remove(key)
+                    tier.append(key)
+
+    def release(self, keys):
+        for key in keys:
+            self.held.remove(key)
+
+    def forget(self, keys):
+        self.pending = [key for key in self.pending if key not in keys]
+        for level, tier in enumerate(self.tiers):
+            self.tiers[level] = [key for key in tier if key not in keys]
+
+    def clear(self):
+        self.pending = []
+        self.tiers = [[] for _ in self.tiers]
+
+
+class WatchedCache(TieredCache):
+    """Tells a model what it is told itself. Without a model it is a `TieredCache`."""
+
+    model = None
+
+    def on_blocks_reused(self, blocks):
+        if self.model is not None:
+            for block in blocks:  # of two copies the one used last counts
+                key = block.block_hash
+                self.model.pending = [other for other in self.model.pending if other != key] + [key]
+        super().on_blocks_reused(blocks)
+
+    def on_cache_reset(self):
+        if self.model is not None:
+            self.model.clear()
+        super().on_cache_reset()
+
+    def store_pending(self):
+        if self.model is not None:
+            self.model.flush()
+        super().store_pending()
+
+    def forget(self, keys):
+        listed = list(keys)
+        if self.model is not None:
+            self.model.forget(listed)
+        super().forget(listed)
+
+    def load(self, keys, block_ids):
+        failed = super().load(keys, block_ids)
+        if self.model is not None:
+            # What cannot be read is found out, which the model does not know.
+            for level, tier in enumerate(self.tiers):
+                self.model.tiers[level] = [
+                    key for key in self.model.tiers[level] if key in tier or key not in keys
+                ]
+        return failed
+
+    def hold(self, keys):
+        if self.model is not None:
+            self.model.hold(keys)
+        super().hold(keys)
+
+    def release(self, keys):
+        if self.model is not None:
+            self.model.release(keys)
+        super().release(keys)

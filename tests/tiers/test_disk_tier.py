@@ -1,0 +1,317 @@
+"""A folder of blocks outlives its process, and gives back nothing that was not put there as it is."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiers.made_tiers import BLOCK_BYTES, Device, Inverted, make_key
+
+from kv_pool import InvalidArgumentError
+from kv_pool.errors import LayoutMismatchError, TierError
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers import invariants
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.slot_files import HEADER_BYTES
+
+KEYS = [make_key(number) for number in range(16)]
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    for block_id, key in enumerate(KEYS):
+        device.write(block_id, key)
+    return device
+
+
+def put(tier, device, *numbers):
+    tier.put([KEYS[number] for number in numbers], device.storage, numbers)
+
+
+def reopen(tier, device, capacity=8, **options):
+    tier.close()
+    return DiskTier(tier._folder.path, capacity, device.layout, **options)
+
+
+def check_bytes(tier, device):
+    """Everything that the tier has can be read, and is what its key says."""
+    read = tier.read(tier.list_keys())
+    assert not read.failed
+    other = Device(len(read.keys) + 1)
+    read.storage.copy_to(other.storage, list(zip(read.block_ids, range(len(read.keys)), strict=True)))
+    assert all(other.holds(place, key) for place, key in enumerate(read.keys))
+
+
+def test_blocks_and_their_order_are_there_after_a_restart(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2, 3)
+    tier.touch([KEYS[1]])
+    tier.remove([KEYS[2]])
+    tier = reopen(tier, device)
+    assert tier.reopened == (3, 0)
+    assert tier.list_keys() == [KEYS[0], KEYS[3], KEYS[1]]
+    check_bytes(tier, device)
+    put(tier, device, 4, 5, 6, 7, 8)
+    check_bytes(tier, device)
+    invariants.check_tier(tier)
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_flipped_bytes_are_noticed_when_the_folder_is_opened_or_the_block_is_read(tmp_path, device, verifies):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    slot = tier.get_slot(KEYS[1])
+    tier.close()
+    with open(tmp_path / "blocks", "r+b") as file:
+        file.seek(slot * 4096 + BLOCK_BYTES - 1)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([last[0] ^ 1]))
+    tier = DiskTier(tmp_path, 8, device.layout, verifies=verifies)
+    assert tier.reopened == ((2, 1) if verifies else (3, 0))
+    if not verifies:
+        read = tier.read(KEYS[:3])
+        assert (read.keys, read.failed) == ([KEYS[0], KEYS[2]], [KEYS[1]])
+        assert tier.get_statistics().num_read_errors == 1
+    assert KEYS[1] not in tier
+    check_bytes(tier, device)
+    invariants.check_tier(tier)
+
+
+@pytest.mark.parametrize("byte", [0, 5, 17, 26, 40, HEADER_BYTES - 1])
+def test_a_header_with_a_flipped_byte_is_none(tmp_path, device, byte):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    tier.close()
+    headers = bytearray((tmp_path / "headers").read_bytes())
+    headers[HEADER_BYTES + byte] ^= 4
+    (tmp_path / "headers").write_bytes(headers)
+    tier = DiskTier(tmp_path, 8, device.layout)
+    assert tier.reopened == (2, 1)
+    assert tier.list_keys() == [KEYS[0], KEYS[2]]
+    invariants.check_tier(tier)
+
+
+@pytest.mark.parametrize("name", ["blocks", "headers"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.99])
+def test_a_file_that_was_cut_off_has_the_blocks_before_the_cut(tmp_path, device, name, share):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2, 3, 4)
+    tier.close()
+    size = os.path.getsize(tmp_path / name)
+    os.truncate(tmp_path / name, int(size * share))
+    tier = DiskTier(tmp_path, 8, device.layout)
+    assert 0 <= tier.reopened.num_blocks <= 4 + (name == "blocks")
+    assert name == "headers" or tier.reopened.num_blocks + tier.reopened.num_dropped == 5
+    assert tier.list_keys() == KEYS[: tier.reopened.num_blocks]
+    check_bytes(tier, device)
+    invariants.check_tier(tier)
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_costs_its_blocks_and_no_more(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    os.truncate(tmp_path / "blocks", 4096 + 10)
+    read = tier.read(KEYS[:3])
+    assert (list(read.keys), list(read.failed)) == ([KEYS[0]], [KEYS[1], KEYS[2]])
+    put(tier, device, 3)
+    check_bytes(tier, device)
+
+
+def test_forgotten_blocks_do_not_come_back_after_a_restart(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    tier.forget([KEYS[1]])
+    tier = reopen(tier, device)
+    assert tier.list_keys() == [KEYS[0], KEYS[2]]
+    tier.clear()
+    tier = reopen(tier, device)
+    assert tier.reopened == (0, 0)
+
+
+def test_a_smaller_tier_keeps_what_fits(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, *range(8))
+    tier = reopen(tier, device, 3)
+    assert (tier.reopened, len(tier)) == ((3, 0), 3)
+    assert os.path.getsize(tmp_path / "headers") == 3 * HEADER_BYTES
+    check_bytes(tier, device)
+    tier = reopen(tier, device, 20)
+    assert len(tier) == 3
+
+
+def test_a_folder_of_another_layout_is_refused_and_left_as_it_is(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1)
+    tier.close()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = BlockLayout("float16 [3]", BLOCK_BYTES, 4, "sha256", "00")
+    with pytest.raises(LayoutMismatchError, match=r"block_format is 'float16 \[3\]' here and 'uint8"):
+        DiskTier(tmp_path, 8, other)
+    with pytest.raises(LayoutMismatchError, match="format is 'inverted' here and 'raw' there"):
+        DiskTier(tmp_path, 8, device.layout, Inverted())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    tier = DiskTier(tmp_path, 8, device.layout)
+    assert len(tier) == 2
+
+
+def test_a_folder_with_other_things_in_it_is_refused(tmp_path, device):
+    (tmp_path / "letters").write_text("dear")
+    with pytest.raises(TierError, match=r"not a tier's folder: it has no tier\.json, but letters"):
+        DiskTier(tmp_path, 8, device.layout)
+    assert [path.name for path in tmp_path.iterdir()] == ["letters"]
+
+
+def test_a_description_that_is_none_is_refused(tmp_path, device):
+    DiskTier(tmp_path, 8, device.layout).close()
+    (tmp_path / "tier.json").write_text("{")
+    with pytest.raises(TierError, match="does not describe a tier"):
+        DiskTier(tmp_path, 8, device.layout)
+
+
+def test_the_description_says_what_the_blocks_are(tmp_path, device):
+    DiskTier(tmp_path, 8, device.layout, Inverted()).close()
+    told = json.loads((tmp_path / "tier.json").read_text())
+    assert (told["format"], told["encoded_bytes"]) == ("inverted", BLOCK_BYTES + 12)
+    assert told["layout"]["block_bytes"] == BLOCK_BYTES
+
+
+def test_a_folder_in_use_is_refused_within_a_process_and_by_another(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    with pytest.raises(TierError, match="in use by another tier"):
+        DiskTier(tmp_path, 8, device.layout)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tiers.made_tiers import Device\nfrom kv_pool.tiers.disk_tier import DiskTier\n"
+        "DiskTier(sys.argv[2], 8, Device().layout)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(TESTS), str(tmp_path)], capture_output=True, text=True
+    )
+    assert "TierError" in told.stderr
+    assert "in use by another tier" in told.stderr
+    tier.close()
+    DiskTier(tmp_path, 8, device.layout).close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, device):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="can not be used as a tier"):
+        DiskTier(tmp_path / "file" / "tier", 8, device.layout)
+
+
+def test_a_folder_without_permission_is_an_error(device):
+    """In a child, which gives up root's rights where it has them."""
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tiers.made_tiers import Device\nfrom kv_pool.tiers.disk_tier import DiskTier\n"
+        "import kv_pool.errors\nlayout = Device().layout\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "try: DiskTier(sys.argv[2], 8, layout)\n"
+        "except kv_pool.errors.TierError as error: print('TierError:', error)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        told = subprocess.run(
+            [sys.executable, "-c", code, str(TESTS), folder], capture_output=True, text=True, check=True
+        )
+    assert told.stdout.startswith("TierError:")
+    assert "Permission denied" in told.stdout
+
+
+def test_a_key_that_is_too_long_is_refused(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    with pytest.raises(InvalidArgumentError, match="a key of 100 bytes"):
+        tier.put([bytes(100)], device.storage, [0])
+    assert len(tier) == 0
+
+
+def write_beyond_the_limit(folder):
+    """In a child: the files may not grow beyond two blocks and a half. Prints what became of five blocks."""
+    device = Device()
+    for block_id, key in enumerate(KEYS):
+        device.write(block_id, key)
+    tier = DiskTier(folder, 8, device.layout)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 4096 + BLOCK_BYTES // 2,) * 2)
+    stored = tier.put(KEYS[:5], device.storage, range(5))
+    intact = all(device.holds(block_id, key) for block_id, key in enumerate(KEYS))
+    again = tier.put(KEYS[5:6], device.storage, [5])
+    tier.remove(KEYS[:1])
+    in_place = tier.put(KEYS[6:7], device.storage, [6])
+    check_bytes(tier, device)
+    invariants.check_tier(tier)
+    told = tier.get_statistics()
+    print(json.dumps([len(stored), intact, len(again), len(in_place), told.num_write_errors]))
+    tier.close()
+
+
+def run_in_child(function, folder):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        f"from tiers.test_disk_tier import {function.__name__} as run\nrun(sys.argv[2])"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(TESTS), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_does_not_fit_on_the_disk_is_counted_and_the_rest_is_good(tmp_path, device):
+    child = run_in_child(write_beyond_the_limit, tmp_path)
+    output, errors = child.communicate()
+    assert child.returncode == 0, errors
+    assert json.loads(output) == [2, True, 0, 1, 4]
+    assert os.strerror(errno.EFBIG) in errors  # said once
+    assert errors.count("could not be written") == 1
+    tier = DiskTier(tmp_path, 8, device.layout)
+    assert tier.reopened == (2, 0)
+    check_bytes(tier, device)
+
+
+def write_for_ever(folder):
+    """In a child, until it is killed: blocks come and go. Says when the first ones are there."""
+    rng = np.random.default_rng()
+    device = Device(64)
+    tier = DiskTier(folder, 40, device.layout)
+    has_told = False
+    while True:
+        keys = [make_key(int(number)) for number in rng.choice(200, 8, replace=False)]
+        new = tier.touch(keys)
+        tier.remove(tier.list_next_out(len(tier) + len(new) - 40))
+        for block_id, key in enumerate(new):
+            device.write(block_id, key)
+        tier.put(new, device.storage, range(len(new)))
+        if rng.random() < 0.02:
+            tier.forget(keys[:2])
+        if len(tier) == 40 and not has_told:
+            has_told = True
+            print("full", flush=True)
+
+
+@pytest.mark.parametrize("life", range(3))
+def test_a_process_that_is_killed_leaves_nothing_wrong(tmp_path, device, life):
+    rng = np.random.default_rng(life)
+    for _ in range(4):
+        child = run_in_child(write_for_ever, tmp_path)
+        assert child.stdout.readline() == "full\n"
+        # Anywhere in the midst of what it does: after so much of our own work.
+        sum(range(int(rng.integers(0, 400_000))))
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        tier = DiskTier(tmp_path, 40, device.layout)
+        assert tier.reopened.num_blocks >= 31  # a step takes away 8 at most, before it puts others there
+        assert tier.reopened.num_dropped == 0
+        check_bytes(tier, device)
+        invariants.check_tier(tier)
+        tier.close()

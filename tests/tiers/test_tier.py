@@ -1,0 +1,172 @@
+"""What every tier promises: one contract for all, in host memory and on disk, raw, encoded, without bytes."""
+
+import random
+
+import pytest
+from tiers.made_tiers import KINDS, Device, make_key, make_tier
+
+from kv_pool import InvalidArgumentError
+from kv_pool.tiers import invariants
+from kv_pool.tiers.tier import Tier
+
+A, B, C, D, E = (make_key(name) for name in "ABCDE")
+
+
+class Handled:
+    """A tier with a device beside it; keys go in and come out by way of the device's blocks."""
+
+    def __init__(self, kind, folder, capacity):
+        self.device = Device()
+        self.tier = Tier(capacity) if kind == "index" else make_tier(kind, self.device, folder, capacity)
+
+    def put(self, *keys):
+        if not self.tier.has_bytes:
+            return self.tier.put(keys)
+        for block_id, key in enumerate(keys):
+            self.device.write(block_id, key)
+        return self.tier.put(keys, self.device.storage, range(len(keys)))
+
+    def read(self, *keys):
+        """The keys that were read, with the right bytes."""
+        read = self.tier.read(keys)
+        if self.tier.has_bytes and read.keys:
+            places = list(enumerate(read.block_ids))
+            read.storage.copy_to(self.device.storage, [(block_id, 8 + target) for target, block_id in places])
+            for place, key in enumerate(read.keys):
+                assert self.device.holds(8 + place, key), "other bytes than were put"
+        return list(read.keys)
+
+
+@pytest.fixture(params=["index", *KINDS])
+def handled(request, tmp_path):
+    handled = Handled(request.param, tmp_path / "tier", 4)
+    yield handled
+    handled.tier.close()
+
+
+def test_what_was_put_is_read_as_it_was(handled):
+    assert handled.put(A, B, C) == [A, B, C]
+    assert handled.read(C, A) == [C, A]
+    assert (A in handled.tier, D in handled.tier, len(handled.tier)) == (True, False, 3)
+
+
+def test_those_used_longest_ago_go_next(handled):
+    handled.put(A, B, C)
+    assert handled.tier.touch([A, D, D, E]) == [D, E]
+    assert handled.tier.list_keys() == [B, C, A]
+    assert handled.tier.list_next_out(2) == [B, C]
+    assert handled.tier.list_next_out(9) == [B, C, A]
+    assert handled.tier.list_next_out(0) == []
+
+
+def test_reading_is_not_using(handled):
+    handled.put(A, B)
+    handled.read(A)
+    assert handled.tier.list_next_out(1) == [A]
+
+
+def test_what_is_held_does_not_go(handled):
+    handled.put(A, B, C)
+    handled.tier.hold([A, B])
+    handled.tier.hold([A])
+    assert handled.tier.list_next_out(2) == [C]
+    handled.tier.release([A, B])
+    assert handled.tier.list_next_out(2) == [B, C]
+    handled.tier.release([A])
+    assert handled.tier.list_next_out(2) == [A, B]
+
+
+def test_what_is_removed_is_gone_and_its_place_is_used_again(handled):
+    handled.put(A, B, C, D)
+    assert handled.tier.remove([B, B, E]) == [B]
+    assert handled.tier.forget([D]) == [D]
+    handled.put(E)
+    assert handled.tier.list_keys() == [A, C, E]
+    assert handled.read(A, C, E) == [A, C, E]
+    invariants.check_tier(handled.tier)
+
+
+def test_after_clear_nothing_is_there(handled):
+    handled.put(A, B)
+    handled.tier.clear()
+    assert (len(handled.tier), handled.tier.list_keys()) == (0, [])
+    handled.put(B)
+    assert handled.read(B) == [B]
+
+
+def test_statistics_say_what_happened(handled):
+    handled.put(A, B, C)
+    handled.read(A, B)
+    handled.tier.remove([A])
+    told = handled.tier.get_statistics()
+    assert (told.capacity, told.num_blocks, told.num_stored, told.num_read, told.num_removed) == (
+        4,
+        2,
+        3,
+        2,
+        1,
+    )
+    assert (told.num_write_errors, told.num_read_errors) == (0, 0)
+    assert bool(told.block_bytes) is handled.tier.has_bytes
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5])
+def test_a_tier_has_room_for_a_block(capacity):
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        Tier(capacity)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_without_bytes_do_not_go_where_bytes_are_kept(kind, tmp_path):
+    tier = make_tier(kind, Device(), tmp_path, 4)
+    with pytest.raises(InvalidArgumentError, match="0 blocks for 1 keys"):
+        tier.put([A])
+    assert len(tier) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["index", *KINDS])
+def test_a_tier_does_what_a_list_does(kind, seed, tmp_path):
+    """The model: a list of keys, those used last at the end."""
+    rng = random.Random(seed)
+    handled = Handled(kind, tmp_path / "tier", 6)
+    tier, model, held = handled.tier, [], []
+    names = [make_key(name) for name in range(14)]
+    for _ in range(150):
+        some = rng.sample(names, rng.randint(1, 5))
+        action = rng.choice(("put", "put", "put", "touch", "read", "remove", "hold", "release", "clear"))
+        if action == "put":
+            new = tier.touch(some)
+            assert new == [key for key in some if key not in model]
+            known = [key for key in some if key in model]
+            model = [key for key in model if key not in known] + known
+            out = tier.list_next_out(len(model) + len(new) - 6)
+            assert out == [key for key in model if key not in held][: max(0, len(model) + len(new) - 6)]
+            tier.remove(out)
+            model = [key for key in model if key not in out]
+            new = new[: 6 - len(model)]
+            assert handled.put(*new) == new
+            model += new
+        elif action == "touch":
+            tier.touch(some)
+            known = [key for key in some if key in model]
+            model = [key for key in model if key not in known] + known
+        elif action == "read":
+            known = [key for key in some if key in model]
+            assert handled.read(*known) == known
+        elif action == "remove":
+            known = [key for key in some if key in model]
+            assert rng.choice((tier.remove, tier.forget))(some) == known
+            model = [key for key in model if key not in known]
+        elif action == "hold" and len(held) < 4:
+            held += some[:2]
+            tier.hold(some[:2])
+        elif action == "release" and held:
+            tier.release([held[0]])
+            held = held[1:]
+        elif action == "clear" and rng.random() < 0.1:
+            tier.clear()
+            model = []
+        assert tier.list_keys() == model
+        invariants.check_tier(tier)
+    tier.close()

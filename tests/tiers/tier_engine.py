@@ -1,0 +1,202 @@
+"""An engine whose KV is a number per token that depends on all tokens before it, with real tiers below."""
+
+import numpy as np
+from manager.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
+
+from kv_pool import BlockPool, KVCacheManager, Request
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.read_back import TierReadBack
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class TierEngine:
+    """A manager, its tiers, and the bytes; computes tokens in steps, and reads back what it wrote.
+
+    A step: `start` and `grow` some requests, then `run`, which flushes, copies and writes.
+    """
+
+    cache_type = TieredCache
+
+    def __init__(
+        self,
+        folder,
+        num_blocks=8,
+        num_host_blocks=6,
+        num_disk_blocks=12,
+        groups=None,
+        events=False,
+        **options,
+    ):
+        groups = [FullAttentionSpec(block_size=HASH_BLOCK_SIZE)] if groups is None else groups
+        self.pool = BlockPool(num_blocks + 1, True, HASH_BLOCK_SIZE, events)
+        self.manager = KVCacheManager(self.pool, groups=groups)
+        self.kv = np.zeros((num_blocks + 1, max(spec.block_size for spec in groups)), np.uint64)
+        self.device = BlockStorage.wrap_state([self.kv])
+        self.layout = BlockLayout.describe(self.device, HASH_BLOCK_SIZE, HASHER)
+        self.groups = [
+            make_group(spec, self.pool, group_id, self.manager.alignment)
+            for group_id, spec in enumerate(groups)
+        ]
+        self.folder = folder
+        self.num_host_blocks, self.num_disk_blocks = num_host_blocks, num_disk_blocks
+        self.options = {"enable_events": events, **options}
+        self.promised = {}  # key of the prefix map -> what a block with this key holds
+        self.scheduled = []
+        self.open()
+
+    def open(self):
+        """Tiers beside the pool: an empty one in host memory, and what the folder has."""
+        tiers = [HostTier(self.num_host_blocks, self.device)]
+        if self.num_disk_blocks:
+            tiers.append(DiskTier(self.folder, self.num_disk_blocks, self.layout))
+        self.cache = self.cache_type(self.pool, self.device, tiers, **self.options)
+        self.read_back = TierReadBack(self.manager, self.cache)
+
+    def restart_tiers(self):
+        self.cache.flush()
+        self.cache.close()
+        self.open()
+
+    def make_request(self, name, tokens):
+        return Request(name, tokens, HASHER)
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def start(self, request, num_new_tokens=None):
+        """Look up everywhere, allocate; tokens on the device and from tiers, or None if it does not fit."""
+        while True:
+            prefix = self.manager.get_computed_blocks(request)
+            hit = self.read_back.find_prefix(request, prefix)
+            if not hit.num_tokens:
+                break
+            num_left = request.num_tokens - prefix.num_tokens - hit.num_tokens
+            num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
+            plan = self.read_back.plan_read_back(request, hit, prefix, num_new_tokens=num_new)
+            if plan is None:
+                return None
+            if plan.apply():
+                request.num_computed_tokens = plan.num_computed_tokens
+                self.schedule(request, num_new)
+                return prefix.num_tokens, hit.num_tokens
+        num_left = request.num_tokens - prefix.num_tokens
+        num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
+        if self.manager.allocate_slots(request, num_new, prefix) is None:
+            return None
+        self.read_back.note_started(prefix)
+        request.num_computed_tokens = prefix.num_tokens
+        self.schedule(request, num_new)
+        return prefix.num_tokens, 0
+
+    def grow(self, request, num_new_tokens):
+        """Allocate for tokens of a request that holds blocks; False if they do not fit."""
+        if self.manager.allocate_slots(request, num_new_tokens) is None:
+            return False
+        self.schedule(request, num_new_tokens)
+        return True
+
+    def schedule(self, request, num_new_tokens):
+        self.scheduled.append((request, request.num_computed_tokens + num_new_tokens))
+
+    def run(self):
+        """The step: copy out what will be overwritten, make the manager's copies, write."""
+        self.cache.flush()
+        self.device.apply_moves(self.manager.take_block_copies())
+        for request, end in self.scheduled:
+            self.write(request, request.num_computed_tokens, end)
+            request.num_computed_tokens = end
+        for request, _ in self.scheduled:
+            self.promise(request)
+            self.check(request)
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+        self.scheduled = []
+
+    def compute(self, *requests):
+        """One step in which these requests are started and computed in full."""
+        found = [self.start(request) for request in requests]
+        self.run()
+        return found[0] if len(found) == 1 else found
+
+    def write(self, request, start, end):
+        values = values_of(request)
+        for group_id, spec in enumerate(self.manager.groups):
+            blocks = self.manager.get_table(request.request_id, group_id).blocks
+            if isinstance(spec, MambaSpec):
+                if end > start:
+                    block = blocks[(end - 1) // spec.block_size]
+                    self.kv[block.block_id] = 0
+                    self.kv[block.block_id, 0] = values[end - 1] + group_id
+                continue
+            for position in range(start, end):
+                block = blocks[position // spec.block_size]
+                if not block.is_null:
+                    self.kv[block.block_id, position % spec.block_size] = values[position] + group_id
+
+    def promise(self, request):
+        """Note what a block with one of the request's keys has to hold."""
+        values = values_of(request)
+        for group_id, spec in enumerate(self.manager.groups):
+            size = spec.block_size
+            for position in range(request.num_tokens // size):
+                block_hash = request.block_hashes[(position + 1) * size // HASH_BLOCK_SIZE - 1]
+                key = make_block_hash_with_group_id(block_hash, group_id)
+                row = [value + group_id for value in values[position * size : (position + 1) * size]]
+                self.promised[key] = row[-1:] if isinstance(spec, MambaSpec) else row
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def check(self, request):
+        """Every token that the request's next one attends to is in its blocks."""
+        num_computed = request.num_computed_tokens
+        values = values_of(request)
+        for group_id, (group, spec) in enumerate(zip(self.groups, self.manager.groups, strict=True)):
+            blocks = self.manager.get_table(request.request_id, group_id).blocks
+            for position in range(group.count_skipped_tokens(num_computed), num_computed):
+                block = blocks[position // spec.block_size]
+                assert not block.is_null, (request.request_id, group_id, position)
+                slot = 0 if isinstance(spec, MambaSpec) else position % spec.block_size
+                found = int(self.kv[block.block_id, slot])
+                assert found == values[position] + group_id, (request.request_id, group_id, position)
+
+    def check_cached(self, damaged=()):
+        """Whatever can be hit on the device holds what its key promises, and so does all in the tiers but the
+        damaged.
+        """
+        for block in self.pool.blocks:
+            if block.block_hash is not None:
+                promised = self.promised[block.block_hash]
+                assert self.kv[block.block_id, : len(promised)].tolist() == promised, block
+        for tier in self.cache.tiers:
+            keys = [key for key in tier.list_keys() if key not in damaged]
+            read = tier.read(keys)
+            assert not read.failed
+            content = np.zeros((len(keys) + 1, self.kv.shape[1]), np.uint64)
+            moves = list(zip(read.block_ids, range(len(keys)), strict=True))
+            read.storage.copy_to(BlockStorage.wrap_state([content]), moves)
+            for key, row in zip(keys, content, strict=False):
+                promised = self.promised[key]
+                assert row[: len(promised)].tolist() == promised, (tier.medium, key)
+
+    def keys_of(self, request, group_id=0):
+        """The keys of the request's full blocks in a group."""
+        stride = self.groups[group_id].stride
+        return [
+            make_block_hash_with_group_id(block_hash, group_id)
+            for block_hash in request.block_hashes[stride - 1 :: stride]
+        ]
+
+    def where(self, request):
+        """For each full block of a request: D on the device, else the tier that it would come from."""
+        places = []
+        for key in self.keys_of(request):
+            if self.pool.cached_block_hash_to_block.get_one_block(key) is not None:
+                places.append("D")
+            else:
+                level = self.cache.find_tier(key)
+                places.append("-" if level is None else "HS"[level])
+        return "".join(places)
