@@ -17,9 +17,9 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
-from kv_pool.manager.leases import Lease
 from kv_pool.migration import invariants
 from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.housekeeping import Housekeeping
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
     AnnounceNode,
@@ -55,8 +55,6 @@ _logger = logging.getLogger(__name__)
 
 MAX_ENDED: Final = 1000
 _MAX_CALL_S = 5.0
-_MAX_TICK_S = 1.0
-_MAX_RETRY_S = 30.0
 
 
 class Migrator:
@@ -134,6 +132,7 @@ class Migrator:
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
         self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
+        self._housekeeping = Housekeeping(name, site, self._source, lease_s, clock, self._askers)
         self._settings = PullSettings(
             name,
             site,
@@ -143,7 +142,7 @@ class Migrator:
             self._limit,
             self._askers,
             self._note_pull,
-            self._note_unsettled,
+            self._housekeeping.note_unsettled,
         )
         self._server: CallServer | None = None
         for backend in backends:
@@ -159,11 +158,8 @@ class Migrator:
         self._lock = threading.Lock()
         self._migrations: OrderedDict[bytes, Migration] = OrderedDict()
         self._ended: deque[bytes] = deque()
-        # When the source of a pull is told again that we are alive, or is asked again; and the next pause.
-        self._due: dict[bytes, tuple[float, float]] = {}
-        self._unsettled: list[tuple[Lease, BlockReader]] = []
-        self._housekeeping: threading.Thread | None = None
-        self._stopping = threading.Event()
+        self._is_running = False
+        self._is_stopped = False
 
     # ---- the node --------------------------------------------------------------------------------
 
@@ -174,14 +170,12 @@ class Migrator:
             EndpointError: the address can not be had. Nothing has changed.
             InvalidArgumentError: it was started before.
         """
-        if self._housekeeping is not None:
+        if self._is_running or self._is_stopped:
             raise InvalidArgumentError(f"node {self.name!r} was started before; make a new one")
         if self._server is not None:
             self._server.start()
-        self._housekeeping = threading.Thread(
-            target=self._keep_house, name=f"kv_pool {self.name} leases", daemon=True
-        )
         self._housekeeping.start()
+        self._is_running = True
 
     def stop(self) -> None:
         """End: cancel what can be cancelled, take back what is lent, hang up.
@@ -190,8 +184,9 @@ class Migrator:
         stay in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer
         may still write to stay in quarantine.
         """
-        if self._housekeeping is None or self._stopping.is_set():
+        if not self._is_running:
             return
+        self._is_running, self._is_stopped = False, True
         with self._lock:
             running = [found for found in self._migrations.values() if not found.phase.is_ended]
         for migration in running:
@@ -199,8 +194,7 @@ class Migrator:
         deadline = time.monotonic() + self.lease_s + self._call_s
         for migration in running:
             migration.wait_for_end(max(0.0, deadline - time.monotonic()))
-        self._stopping.set()
-        self._housekeeping.join()
+        self._housekeeping.stop()
         if self._server is not None:
             self._server.stop()
         for migration in running:
@@ -213,7 +207,7 @@ class Migrator:
         self._links.close()
         for backend in self._backends:
             backend.close()
-        self._settle()
+        self._housekeeping.settle()
 
     def __enter__(self) -> Migrator:
         self.start()
@@ -349,7 +343,7 @@ class Migrator:
                 found.pull for found in self._migrations.values() if isinstance(found, IncomingMigration)
             ]
         with self.site.lock:
-            invariants.check(self.site, self._source, pulls, [lease for lease, _ in self._unsettled])
+            invariants.check(self.site, self._source, pulls, self._housekeeping.list_unsettled())
 
     # ---- what other nodes ask --------------------------------------------------------------------
 
@@ -417,7 +411,7 @@ class Migrator:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _check_can_start(self, subject: Subject, is_move: bool) -> None:
-        if self._housekeeping is None or self._stopping.is_set():
+        if not self._is_running:
             raise MigrationError(f"node {self.name!r} does not run; start() it")
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError(
@@ -485,22 +479,15 @@ class Migrator:
         ).is_acknowledged
 
     def _note_migration(self, migration: Migration) -> None:
-        phase = migration.phase
-        now = self._clock()
-        with self._lock:
-            if phase is MigrationPhase.READING and isinstance(migration, IncomingMigration):
-                self._due.setdefault(migration.transfer_id, (now + self.lease_s / 3, self.lease_s / 3))
-            elif phase is MigrationPhase.IN_DOUBT:
-                self._due.setdefault(migration.transfer_id, (now, self.lease_s / 30))
-            else:
-                self._due.pop(migration.transfer_id, None)
+        is_ended = migration.phase.is_ended
+        self._housekeeping.note_phase(migration)
         if self._on_phase is not None:
             try:
                 self._on_phase(migration.get_status())
             except Exception:
                 _logger.exception("on_phase of node %s has failed; the migration goes on", self.name)
         migration.note_change()
-        if phase.is_ended:
+        if is_ended:
             self._forget_oldest(migration.transfer_id)
 
     def _forget_oldest(self, transfer_id: bytes) -> None:
@@ -508,51 +495,6 @@ class Migrator:
             self._ended.append(transfer_id)
             if len(self._ended) > MAX_ENDED:
                 self._migrations.pop(self._ended.popleft(), None)
-
-    def _note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
-        """Bytes may yet be written, so the blocks go to nobody. Called with the site's lock."""
-        self._unsettled.append((lease, reader))
-
-    # ---- housekeeping ----------------------------------------------------------------------------
-
-    def _keep_house(self) -> None:
-        tick_s = min(_MAX_TICK_S, self.lease_s / 10)
-        while not self._stopping.wait(tick_s):
-            try:
-                self._source.expire()
-                with self.site.lock:
-                    self.site.leases.expire()
-                self._settle()
-                self._remind()
-            except Exception:
-                _logger.exception("housekeeping of node %s has failed; it is tried again", self.name)
-
-    def _settle(self) -> None:
-        """Give back what was in quarantine and is written no more."""
-        with self.site.lock:
-            unsettled = list(self._unsettled)
-        for lease, reader in unsettled:
-            if reader.is_settled():
-                with self.site.lock:
-                    lease.give_back()
-                    self._unsettled.remove((lease, reader))
-
-    def _remind(self) -> None:
-        """Tell sources that their blocks are still read; ask again those that have not answered."""
-        now = self._clock()
-        with self._lock:
-            due = [transfer_id for transfer_id, (time_s, _) in self._due.items() if time_s <= now]
-            migrations = [self._migrations[transfer_id] for transfer_id in due]
-            for migration in migrations:
-                _, pause_s = self._due[migration.transfer_id]
-                is_in_doubt = migration.phase is MigrationPhase.IN_DOUBT
-                longer_s = min(_MAX_RETRY_S, self.lease_s, 2 * pause_s) if is_in_doubt else pause_s
-                self._due[migration.transfer_id] = (now + pause_s, longer_s)
-        for migration in migrations:
-            if isinstance(migration, IncomingMigration):
-                pull = migration.pull
-                is_in_doubt = pull.phase is MigrationPhase.IN_DOUBT
-                self._askers.submit(pull.resolve if is_in_doubt else pull.renew)
 
 
 class _PeerOfPull:

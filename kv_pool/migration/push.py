@@ -132,7 +132,12 @@ class Push:
 
     def _break_off(self, error: Exception) -> None:
         """Take back what is lent: from here on the target can not get it, unless it has it already."""
-        self._source.cancel(CancelTransfer(self._message.pull_id, str(error)[:200]))
+        reply = self._source.cancel(CancelTransfer(self._message.pull_id, str(error)[:200]))
+        if reply.is_acknowledged and isinstance(error, PeerUnavailableError):
+            # Nobody heard how it went, but it went well.
+            outcome = self._source.find_outcome(self._message.pull_id)
+            self._end(MigrationPhase.DONE, [] if outcome is None else list(outcome.new_ids), None)
+            return
         is_wanted = isinstance(error, MigrationCancelledError)
         self._end(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)
 

@@ -1,5 +1,6 @@
 """`FlakyProxy`: a TCP proxy that delays, corrupts, swallows and cuts, as it is told."""
 
+import contextlib
 import random
 import socket
 import threading
@@ -8,9 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Faults:
-    """What may befall a chunk of bytes: shares, 0 to 1."""
+    """What may befall a chunk of bytes: shares, 0 to 1. Large chunks are bytes of blocks, mostly."""
 
     corrupt: float = 0.0
+    corrupt_blocks: float = 0.0
     swallow: float = 0.0
     cut: float = 0.0
     delay: float = 0.0
@@ -31,7 +33,7 @@ class FlakyProxy:
         self._sockets = set()
         self._stopped = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
@@ -44,10 +46,7 @@ class FlakyProxy:
         """End every connection, as when a cable is pulled out and one end was restarted."""
         with self._lock:
             for one in self._sockets:
-                try:
-                    one.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
+                shut_down(one)
 
     def close(self):
         self._stopped.set()
@@ -87,10 +86,7 @@ class FlakyProxy:
         except OSError:
             pass
         for one in (source, target):
-            try:
-                one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+            shut_down(one)
         both.wait()
         source.close()
         with self._lock:
@@ -106,10 +102,15 @@ class FlakyProxy:
                 return None
             if draw() < faults.swallow:
                 return b""
-            if draw() < faults.corrupt:
+            if draw() < (faults.corrupt_blocks if len(data) > 4096 else faults.corrupt):
                 data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             is_late = draw() < faults.delay
         if is_late:
             # The delay is the fault: nothing waits for it to be over.
             self._stopped.wait(faults.delay_s)
         return data
+
+
+def shut_down(one):
+    with contextlib.suppress(OSError):  # it was hung up before
+        one.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A node in a process of its own: an engine with a pool, driven over one pipe, telling of phases over another."""
+"""A node in a process of its own, with its engine: driven over one pipe, it tells of phases over another."""
 
 import threading
 
@@ -13,7 +13,7 @@ from kv_pool.migration.peers import Peers
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 SECRET = b"known to both processes"
-BLOCK_BYTES = 4096
+BLOCK_BYTES = 16384
 
 
 def make_backend(kind, storage, lease_s):
@@ -25,7 +25,7 @@ def make_backend(kind, storage, lease_s):
 
 
 class NodeProcess:
-    """Carries out commands: a method's name and its arguments; replies are (True, result) or (False, error)."""
+    """Carries out commands, a method's name and its arguments; replies (True, result) or (False, error)."""
 
     def __init__(self, events, name, peers, lease_s, num_blocks, backend):
         self.events = events

@@ -1,4 +1,4 @@
-"""`Rig`: two nodes in processes of their own, a flaky network between them, and what must be true at the end."""
+"""`Rig`: two nodes in processes of their own, a flaky network between them, and what must be true then."""
 
 import multiprocessing
 import os
@@ -119,7 +119,7 @@ class Schedule:
         self.kind = draw.choice(["sequence", "sequence", "sequence", "prefix", "blocks"])
         self.is_move = self.kind == "sequence" and draw.random() < 0.75
         self.is_push = draw.random() < 0.5
-        self.is_slow = draw.random() < 0.2
+        self.is_slow = draw.random() < 0.25
         self.request_id = f"r{seed}"
         first = draw.randrange(10**6)
         self.token_ids = [first + position for position in range(draw.randint(1, 60))]
@@ -131,6 +131,7 @@ class Schedule:
         if self.fault == "network":
             self.faults = Faults(
                 corrupt=draw.choice([0.0, 0.01, 0.05]),
+                corrupt_blocks=draw.choice([0.0, 0.01, 0.2]),
                 swallow=draw.choice([0.0, 0.01, 0.05]),
                 cut=draw.choice([0.0, 0.02, 0.1]),
                 delay=draw.choice([0.0, 0.1]),
@@ -139,7 +140,13 @@ class Schedule:
             self.faults = NO_FAULTS
         side = draw.choice(["source", "target"])
         self.step = (side, draw.choice(SOURCE_STEPS if side == "source" else TARGET_STEPS))
+        self.count = draw.randint(1, 4) if self.is_slow and self.step == ("target", "reading") else 1
         self.victim = draw.choice(["source", "target"])
+        # Others that move at the same time, either way: (from, to, request, is it pushed, its migration).
+        self.companions = [
+            (*draw.choice(["ab", "ba"]), f"c{seed}-{number}", draw.random() < 0.5)
+            for number in range(draw.choice([0, 0, 0, 1, 2]))
+        ]
         self.is_woken_early = draw.random() < 0.2
         self.log = []
 
@@ -147,8 +154,10 @@ class Schedule:
         what = f"{'move' if self.is_move else 'copy'} of a {self.kind} {self.source}->{self.target}"
         how = f"{'pushed' if self.is_push else 'fetched'}{', slowly' if self.is_slow else ''}"
         return (
-            f"seed {self.seed}: {what}, {how}; {self.fault} {self.faults if self.faults.delay_s else ''} "
-            f"victim {self.victim} at {self.step}; {'; '.join(self.log)}"
+            f"seed {self.seed}: {what}, {how}; {self.fault} "
+            f"{self.faults if self.fault == 'network' else ''} "
+            f"victim {self.victim} at {self.step} {self.count}, {len(self.companions)} beside it; "
+            f"{'; '.join(self.log)}"
         )
 
     # ---- the course ------------------------------------------------------------------------------
@@ -156,7 +165,10 @@ class Schedule:
     def run(self):
         nodes = self.rig.nodes
         self.killed = None
+        self.is_reused = False
         nodes[self.source].ask("begin", self.request_id, self.token_ids)
+        for name, _, request_id, _ in self.companions:
+            nodes[name].ask("begin", request_id, self.tokens_of(request_id))
         self.drain_events()
         for name, proxy in self.rig.proxies.items():
             proxy.seed(f"{self.seed}{name}", self.faults)
@@ -164,8 +176,9 @@ class Schedule:
             side, step = self.step
             phase = {"lent": "reading", "acknowledged": self.acknowledged_phase()}.get(step, step)
             at = nodes[self.source if side == "source" else self.target]
-            at.ask("pause_at", "out" if side == "source" else "in", phase)
+            at.ask("pause_at", "out" if side == "source" else "in", phase, self.count)
         migration_id = self.begin()
+        self.companion_ids = [self.begin_companion(*companion) for companion in self.companions]
         if self.fault in ("kill", "stop", "cancel", "cut"):
             self.strike(migration_id)
         else:
@@ -182,11 +195,18 @@ class Schedule:
         block_ids = ()
         if self.kind == "blocks":
             block_ids = self.rig.nodes[self.source].ask("list_full_blocks", self.request_id)
-        rate = 4096.0 * 40 if self.is_slow else 0.0
+        rate = 16384.0 * 20 if self.is_slow else 0.0
         how, peer = ("migrate", self.target) if self.is_push else ("fetch", self.source)
         return self.starter().ask(
             how, self.kind, self.request_id, self.token_ids, peer, self.is_move, block_ids, rate
         )
+
+    def tokens_of(self, request_id):
+        return list(range(-len(request_id) + 10**7, 10**7 + random.Random(request_id).randint(1, 20)))
+
+    def begin_companion(self, name, other, request_id, is_push):
+        starter, how, peer = (name, "migrate", other) if is_push else (other, "fetch", name)
+        return self.rig.nodes[starter].ask(how, "sequence", request_id, [], peer, True)
 
     def strike(self, migration_id):
         """Wait until the step is reached, and do there what the schedule says."""
@@ -235,6 +255,7 @@ class Schedule:
             given_up = ("failed", "cancelled", "done", "in doubt")
             self.wait_for_phase(other, migration_id, given_up, self.rig.lease_s * 20)
             self.log.append(f"reused {other.ask('reuse', self.seed)}")
+            self.is_reused = True
         victim.wake()
 
     def finish(self, migration_id):
@@ -247,42 +268,35 @@ class Schedule:
             assert not left, f"node {name} does not come to rest: {left}"
         for node in nodes.values():
             node.ask("give_reused_back")
-        at_source = nodes[self.source].ask("check", [self.token_ids])
-        at_target = nodes[self.target].ask("check", [self.token_ids])
-        self.log.append(f"source has {at_source}, target {at_target}")
-        self.check_places(at_source, at_target, migration_id)
-        for name, requests in ((self.source, at_source), (self.target, at_target)):
+        prompts = [self.token_ids, *(self.tokens_of(companion[2]) for companion in self.companions)]
+        found = {name: node.ask("check", prompts) for name, node in nodes.items()}
+        statuses = {
+            name: {status[0]: status[1:] for status in node.ask("list_statuses")}
+            for name, node in nodes.items()
+        }
+        self.log.append(f"at the end {found}")
+        self.check_subject(found, statuses, migration_id)
+        for (name, other, request_id, _), companion_id in zip(
+            self.companions, self.companion_ids, strict=True
+        ):
+            self.check_move(found, statuses, request_id, name, other, companion_id)
+        for name, requests in found.items():
             for request_id in requests:
                 nodes[name].ask("finish", request_id)
         for node in nodes.values():
-            assert node.ask("check", [self.token_ids]) == []
+            assert node.ask("check", prompts) == []
 
-    def check_places(self, at_source, at_target, migration_id):
-        """Who has the sequence, and who must."""
-        is_here, is_there = self.request_id in at_source, self.request_id in at_target
-        statuses = {
-            name: {found[0]: found[1:] for found in self.rig.nodes[name].ask("list_statuses")}
-            for name in (self.source, self.target)
-        }
+    def check_subject(self, found, statuses, migration_id):
+        """Who has the subject, and who must."""
+        is_here = self.request_id in found[self.source]
+        is_there = self.request_id in found[self.target]
         there = statuses[self.target].get(migration_id)
-        here = statuses[self.source].get(migration_id)
-        self.log.append(f"here {here}, there {there}")
+        self.log.append(f"here {statuses[self.source].get(migration_id)}, there {there}")
         if self.is_move:
-            if self.killed is None:
-                assert is_here != is_there
-            assert not (is_here and is_there)
-            if self.killed != "target" and there is not None and there[1] == "done":
+            self.check_move(found, statuses, self.request_id, self.source, self.target, migration_id)
+            late = (("source", "acknowledged"), ("target", "acknowledging"), ("target", "done"))
+            if self.killed == "source" and self.step in late:
                 assert is_there
-            if self.killed == "target":
-                # Nobody but the dead had it, and only once the source had let it go.
-                assert is_here == (here is None or here[1] != "done")
-                assert not is_there
-            if self.killed == "source":
-                assert is_there == (there is not None and there[1] == "done")
-                if self.step in (("source", "acknowledged"), ("target", "acknowledging")):
-                    assert is_there
-                if self.step == ("target", "done"):
-                    assert is_there
         elif self.killed != "source":
             assert is_here
         if self.fault == "none":
@@ -292,8 +306,23 @@ class Schedule:
             if self.kind == "sequence":
                 assert is_there
             else:
+                if self.is_reused:
+                    return
                 num_hit = self.rig.nodes[self.target].ask("check_prefix", self.token_ids)
                 assert num_hit == len(self.token_ids) // 4
+
+    def check_move(self, found, statuses, request_id, source, target, migration_id):
+        """A sequence is at one side; or went with a process that was killed, and that had it alone."""
+        is_here, is_there = request_id in found[source], request_id in found[target]
+        here, there = statuses[source].get(migration_id), statuses[target].get(migration_id)
+        assert not (is_here and is_there), request_id
+        dead = {None: None, "source": self.source, "target": self.target}[self.killed]
+        if dead != target:
+            assert is_there == (there is not None and there[1] == "done"), (request_id, there)
+        if dead != source:
+            assert is_here == (here is None or here[1] != "done"), (request_id, here)
+        if dead is None:
+            assert is_here or is_there, request_id
 
     # ---- watching --------------------------------------------------------------------------------
 
@@ -310,7 +339,7 @@ class Schedule:
             assert readable, "nothing happens"
             has_ended = False
             for events in readable:
-                direction, phase, found_id, is_paused = events.recv()
+                _, phase, found_id, is_paused = events.recv()
                 if is_paused and events is at.events:
                     return True
                 is_starters = events is starter.events and found_id == migration_id

@@ -1,0 +1,127 @@
+"""`Housekeeping`: what a node does by the clock: ends leases, tells sources that it is alive, asks again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kv_pool.manager.leases import Lease
+from kv_pool.migration.migration import IncomingMigration, Migration
+from kv_pool.migration.site import MigrationSite
+from kv_pool.migration.source import SourceTransfers
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.transfer_backend import BlockReader
+from kv_pool.migration.workers import Workers
+
+_logger = logging.getLogger(__name__)
+
+_MAX_TICK_S = 1.0
+_MAX_PAUSE_S = 30.0
+
+
+class Housekeeping:
+    """A thread that looks after leases every tenth of one, or every second.
+
+    | what | when |
+    |---|---|
+    | leases of this site's blocks that are over are ended, or quarantined | at each tick |
+    | blocks in quarantine are given back | once their reader says that nothing is written any more |
+    | the source of a pull that reads is told that we are alive | every third of a lease |
+    | the source of a move that is in doubt is asked again | after 1/30 of a lease, then 1/15, and so on |
+
+    Args:
+        lease_s, clock: the node's.
+        askers: threads for what has to wait for other nodes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        site: MigrationSite,
+        source: SourceTransfers,
+        lease_s: float,
+        clock: Callable[[], float],
+        askers: Workers,
+    ) -> None:
+        self._name = name
+        self._site = site
+        self._source = source
+        self._lease_s = lease_s
+        self._clock = clock
+        self._askers = askers
+        self._lock = threading.Lock()
+        # By pull the time of the next call, and the pause after it.
+        self._due: dict[IncomingMigration, tuple[float, float]] = {}
+        self._unsettled: list[tuple[Lease, BlockReader]] = []
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread = threading.Thread(target=self._run, name=f"kv_pool {self._name} leases", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for what is being done, and end."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def note_phase(self, migration: Migration) -> None:
+        """A migration has changed: is there anything to be done for it by the clock?"""
+        if not isinstance(migration, IncomingMigration):
+            return
+        phase, now = migration.phase, self._clock()
+        with self._lock:
+            if phase is MigrationPhase.READING:
+                self._due.setdefault(migration, (now + self._lease_s / 3, self._lease_s / 3))
+            elif phase is MigrationPhase.IN_DOUBT:
+                self._due.setdefault(migration, (now, self._lease_s / 30))
+            else:
+                self._due.pop(migration, None)
+
+    def note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
+        """Bytes may yet be written, so the blocks go to nobody. Called with the site's lock."""
+        self._unsettled.append((lease, reader))
+
+    def list_unsettled(self) -> list[Lease]:
+        """Leases to write that wait for their reader. Called with the site's lock."""
+        return [lease for lease, _ in self._unsettled]
+
+    def settle(self) -> None:
+        """Give back what was in quarantine and is written no more."""
+        with self._site.lock:
+            unsettled = list(self._unsettled)
+        for lease, reader in unsettled:
+            if reader.is_settled():
+                with self._site.lock:
+                    lease.give_back()
+                    self._unsettled.remove((lease, reader))
+
+    def _run(self) -> None:
+        while not self._stopping.wait(min(_MAX_TICK_S, self._lease_s / 10)):
+            try:
+                self._source.expire()
+                with self._site.lock:
+                    self._site.leases.expire()
+                self.settle()
+                self._remind()
+            except Exception:
+                _logger.exception("housekeeping of node %s has failed; it is tried again", self._name)
+
+    def _remind(self) -> None:
+        now = self._clock()
+        with self._lock:
+            due = [migration for migration, (time_s, _) in self._due.items() if time_s <= now]
+            for migration in due:
+                _, pause_s = self._due[migration]
+                longest_s = min(_MAX_PAUSE_S, self._lease_s)
+                is_in_doubt = migration.phase is MigrationPhase.IN_DOUBT
+                self._due[migration] = (
+                    now + pause_s,
+                    min(longest_s, 2 * pause_s) if is_in_doubt else pause_s,
+                )
+        for migration in due:
+            pull = migration.pull
+            self._askers.submit(pull.resolve if migration.phase is MigrationPhase.IN_DOUBT else pull.renew)

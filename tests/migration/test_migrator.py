@@ -1,0 +1,431 @@
+"""Whole migrations between nodes of one process, and over TCP."""
+
+import threading
+
+import pytest
+from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine, make_node
+
+from kv_pool import (
+    BlockHasher,
+    FullAttentionSpec,
+    InvalidArgumentError,
+    InvalidBlockError,
+    MambaSpec,
+    OutOfBlocksError,
+    SlidingWindowSpec,
+    UnknownSequenceError,
+)
+from kv_pool.errors import (
+    LayoutMismatchError,
+    MigrationCancelledError,
+    MigrationError,
+    PeerUnavailableError,
+    StaleTransferError,
+)
+from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.invariants import check_manager_site
+from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+
+PATIENCE_S = 30.0
+SECRET = b"sixteen bytes, or more"
+
+
+class Pair:
+    """Two engines with their nodes; in one process, or as if they were not."""
+
+    def __init__(self, over, **options):
+        self.a, self.b = MadeEngine(**options.pop("a", {})), MadeEngine(**options.pop("b", {}))
+        self.nodes = []
+        for name, engine in (("a", self.a), ("b", self.b)):
+            if over == "in_process":
+                node = make_node(name, engine, **options)
+            else:
+                node = Migrator(
+                    name,
+                    engine.site,
+                    backends=[TcpBackend(engine.storage)],
+                    secret=SECRET,
+                    listen="127.0.0.1:0",
+                    **options,
+                )
+            node.start()
+            self.nodes.append(node)
+        self.node_a, self.node_b = self.nodes
+        if over == "in_process":
+            self.node_a.connect(self.node_b)
+        else:
+            self.node_a.peers.add("b", self.node_b.address)
+            self.node_b.peers.add("a", self.node_a.address)
+
+    def check(self):
+        for node, engine in zip(self.nodes, (self.a, self.b), strict=True):
+            node.check_invariants()
+            check_manager_site(engine.site, engine.requests.values())
+            assert engine.site.leases.list_leases() == []
+            for request_id in engine.requests:
+                engine.check_bytes(request_id)
+
+    def stop(self):
+        for node in self.nodes:
+            node.stop()
+
+
+@pytest.fixture
+def make_pair():
+    made = []
+
+    def make(over="in_process", **options):
+        made.append(Pair(over, **options))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.stop()
+
+
+@pytest.fixture(params=["in_process", "tcp"])
+def over(request):
+    return request.param
+
+
+def test_a_request_moves_with_all_it_needs(make_pair, over):
+    pair = make_pair(over)
+    request = pair.a.start("r", range(10))
+    num_free = pair.a.pool.get_num_free_blocks()
+    new_ids = pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    assert new_ids == pair.b.manager.get_block_ids("r") == [1, 2, 3]
+    assert pair.a.moved_away == {"r": "b"}
+    assert not pair.a.manager.holds_blocks("r")
+    assert pair.a.pool.get_num_free_blocks() == num_free + 3
+    there = pair.b.requests["r"]
+    assert (there.all_token_ids, there.num_computed_tokens) == (request.all_token_ids, 10)
+    pair.check()
+    with pair.b.lock:  # and goes on
+        there.append_output_token_ids([10, 11, 12])
+        assert pair.b.manager.allocate_slots(there, 3) is not None
+        there.num_computed_tokens = 13
+        assert pair.b.manager.get_block_ids("r") == [1, 2, 3, 4]
+
+
+def test_a_prefix_is_copied_and_hit_and_told_of(make_pair, over):
+    pair = make_pair(over)
+    request = pair.a.start("r", range(12))
+    subject = PrefixSubject(tuple(request.block_hashes))
+    assert pair.node_b.fetch(subject, "a").wait(PATIENCE_S) == [1, 2, 3]
+    assert pair.b.pool.get_num_free_blocks() == 31
+    assert pair.b.check_prefix(range(12)) == 3
+    stored = pair.b.manager.take_events()
+    assert [event.block_hashes[0] for event in stored] == [
+        int.from_bytes(block_hash[-8:], "big") for block_hash in request.block_hashes
+    ]
+    assert [event.parent_block_hash for event in stored] == [
+        None,
+        stored[0].block_hashes[0],
+        stored[1].block_hashes[0],
+    ]
+    assert pair.a.manager.holds_blocks("r")
+    pair.check()
+
+
+def test_what_is_there_already_is_not_read_again(make_pair, over):
+    pair = make_pair(over)
+    pair.a.start("r", range(40))
+    pair.b.start("other", [*range(20), 99])
+    pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
+    (status,) = pair.node_b.list_migrations()
+    assert (status.num_blocks, status.num_present_blocks, status.num_done_blocks) == (10, 5, 10)
+    assert status.num_bytes == 5 * pair.b.storage.block_bytes
+    assert pair.b.manager.get_block_ids("r")[:5] == pair.b.manager.get_block_ids("other")[:5]
+    pair.check()
+
+
+def test_neighbours_are_read_in_one_piece(make_pair, over):
+    pair = make_pair(over)
+    pair.a.start("r", range(80))
+    pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)
+    (status,) = pair.node_b.list_migrations()
+    assert (status.num_blocks, status.num_descriptors) == (20, 1)
+
+
+def test_a_copy_leaves_the_request_where_it_is(make_pair, over):
+    pair = make_pair(over)
+    pair.a.start("r", range(10))
+    pair.node_a.migrate(SequenceSubject("r"), "b", is_move=False).wait(PATIENCE_S)
+    assert pair.a.manager.get_block_ids("r") == pair.b.manager.get_block_ids("r")
+    pair.check()
+
+
+def test_cached_blocks_are_copied_by_their_ids(make_pair, over):
+    pair = make_pair(over)
+    pair.a.start("r", range(12))
+    pair.a.finish("r")
+    generations = tuple(pair.a.pool.blocks[block_id].generation for block_id in (1, 2, 3))
+    pair.node_b.fetch(BlocksSubject((3, 1, 2), generations[2:] + generations[:2]), "a").wait(PATIENCE_S)
+    assert pair.b.check_prefix(range(12)) == 3
+    pair.check()
+
+
+def test_an_empty_prefix_is_a_migration_of_nothing(make_pair, over):
+    pair = make_pair(over)
+    subject = PrefixSubject(tuple(HASHER.hash_blocks(range(8))))
+    assert pair.node_b.fetch(subject, "a").wait(PATIENCE_S) == []
+    pair.check()
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6)],
+        [FullAttentionSpec(block_size=4), MambaSpec(block_size=8)],
+    ],
+    ids=["window", "mamba"],
+)
+def test_all_groups_of_a_request_move_together(make_pair, groups):
+    pair = make_pair(a={"groups": groups}, b={"groups": groups})
+    pair.a.start("r", range(30))
+    tables = [pair.a.manager.get_block_ids("r", group_id) for group_id in range(2)]
+    pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    for group_id, table in enumerate(tables):
+        there = pair.b.manager.get_block_ids("r", group_id)
+        assert [block_id == 0 for block_id in there] == [block_id == 0 for block_id in table]
+    pair.check()
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_move", "error", "message"),
+    [
+        (SequenceSubject("nobody"), True, UnknownSequenceError, "has no blocks here"),
+        (BlocksSubject((99,)), False, InvalidBlockError, "not one of 1 to 31"),
+        (BlocksSubject((9,)), False, InvalidBlockError, "block 9 is not cached"),
+        (BlocksSubject((1,)), True, InvalidArgumentError, "are copied"),
+        (BlocksSubject((1, 1)), False, InvalidArgumentError, "named twice"),
+        (BlocksSubject((1,), (7,)), False, StaleTransferError, "generation was 7 and is 1"),
+    ],
+)
+def test_a_source_refuses_what_it_can_not_give(make_pair, over, subject, is_move, error, message):
+    pair = make_pair(over)
+    pair.a.start("r", range(10))
+    migration = pair.node_b.fetch(subject, "a", is_move=is_move)
+    with pytest.raises(error, match=message):
+        migration.wait(PATIENCE_S)
+    assert migration.get_status().phase is MigrationPhase.FAILED
+    assert pair.node_a.list_migrations() == []
+    assert pair.a.manager.holds_blocks("r")
+    pair.check()
+
+
+def test_a_target_without_room_says_so_and_the_source_is_intact(make_pair, over):
+    pair = make_pair(over, b={"num_blocks": 4})
+    pair.a.start("r", range(16))
+    with pytest.raises(OutOfBlocksError, match="no room for 4 blocks of another node: 3 are free here of 3"):
+        pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    assert pair.a.manager.holds_blocks("r")
+    pair.check()
+
+
+def test_a_request_that_is_there_is_not_taken_in_again(make_pair, over):
+    pair = make_pair(over)
+    pair.a.start("r", range(16))
+    pair.b.start("r", range(5))
+    with pytest.raises(InvalidArgumentError, match="request 'r' has blocks here"):
+        pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
+    pair.check()
+
+
+def test_layouts_that_differ_are_refused_before_a_byte_moves(make_pair, over):
+    pair = make_pair(over, b={"head_size": 16})
+    pair.a.start("r", range(16))
+    with pytest.raises(LayoutMismatchError, match=r"block_format is .* here and .* there"):
+        pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)
+    with pytest.raises(LayoutMismatchError, match="block_format"):
+        pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    pair.check()
+
+
+def test_another_hash_seed_is_another_layout():
+    engine = MadeEngine()
+    hasher = BlockHasher("sha256", seed="other", block_size=BLOCK_SIZE)
+    other = ManagerSite(engine.manager, engine.storage, hasher=hasher)
+    with pytest.raises(LayoutMismatchError, match="hash_seed"):
+        engine.site.layout.check_same(other.layout, "node 'b'")
+    assert SECRET not in engine.site.layout.hash_seed.encode()
+
+
+def test_an_unknown_peer_is_named_with_those_that_are_known(make_pair, over):
+    pair = make_pair(over)
+    with pytest.raises(PeerUnavailableError, match="no node 'c' is known"):
+        pair.node_b.fetch(SequenceSubject("r"), "c").wait(PATIENCE_S)
+    pair.a.start("r", range(5))
+    with pytest.raises(PeerUnavailableError, match="no node 'c' is known"):
+        pair.node_a.migrate(SequenceSubject("r"), "c").wait(PATIENCE_S)
+    pair.check()
+
+
+def test_a_prefix_can_not_be_moved_and_a_stopped_node_does_nothing(make_pair):
+    pair = make_pair()
+    with pytest.raises(InvalidArgumentError, match="copied, not moved"):
+        pair.node_b.fetch(PrefixSubject(()), "a", is_move=True)
+    with pytest.raises(InvalidArgumentError, match="a limit is 0"):
+        pair.node_b.fetch(PrefixSubject(()), "a", max_bytes_per_s=-1.0)
+    pair.node_b.stop()
+    with pytest.raises(MigrationError, match="does not run"):
+        pair.node_b.fetch(PrefixSubject(()), "a")
+    with pytest.raises(InvalidArgumentError, match="make a new one"):
+        pair.node_b.start()
+    with pytest.raises(PeerUnavailableError):
+        pair.node_a.fetch(PrefixSubject(()), "b").wait(PATIENCE_S)
+
+
+def test_two_nodes_have_two_names():
+    engine = MadeEngine()
+    first, second = make_node("a", engine), make_node("a", MadeEngine())
+    with pytest.raises(InvalidArgumentError, match="two nodes are called 'a'"):
+        first.connect(second)
+    with pytest.raises(InvalidArgumentError, match="secret"):
+        make_node("c", engine, listen="127.0.0.1:0")
+    with pytest.raises(InvalidArgumentError, match="lease"):
+        make_node("c", engine, lease_s=0.0)
+
+
+# ---- while it runs -------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds a node's migrations up at one phase, as a slow callback would."""
+
+    def __init__(self, phase, direction="in"):
+        self.place = (direction, phase)
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, status):
+        if (status.direction, status.phase) == self.place and not self.reached.is_set():
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_S)
+
+
+def test_while_it_moves_a_request_can_not_be_used_and_says_so(make_pair):
+    gate = Gate(MigrationPhase.READING)
+    pair = make_pair(on_phase=gate)
+    request = pair.a.start("r", range(10))
+    migration = pair.node_a.migrate(SequenceSubject("r"), "b")
+    assert gate.reached.wait(PATIENCE_S)
+    assert pair.a.site.list_frozen() == ["r"]
+    with pair.a.lock, pytest.raises(InvalidArgumentError):
+        pair.a.manager.free(request)
+    other = pair.node_b.fetch(SequenceSubject("r"), "a")
+    with pytest.raises(InvalidArgumentError, match="is being moved to another node"):
+        other.wait(PATIENCE_S)
+    with pytest.raises(TimeoutError, match="is reading after 0"):
+        pair.node_b.find_migration(migration.migration_id).wait(0)
+    pair.node_a.check_invariants()
+    pair.node_b.check_invariants()
+    gate.opened.set()
+    assert len(migration.wait(PATIENCE_S)) == 3
+    pair.check()
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+@pytest.mark.parametrize(
+    "phase", [MigrationPhase.PREPARING, MigrationPhase.READING, MigrationPhase.INSERTING]
+)
+def test_cancelling_leaves_all_as_it_was(make_pair, over, who, phase):
+    gate = Gate(phase)
+    pair = make_pair(over, on_phase=gate)
+    pair.a.start("r", range(10))
+    migration = pair.node_a.migrate(SequenceSubject("r"), "b")
+    assert gate.reached.wait(PATIENCE_S)
+    there = pair.node_b.find_migration(migration.migration_id)
+    assert (migration if who == "source" else there).cancel() is True
+    gate.opened.set()
+    with pytest.raises(MigrationCancelledError):
+        migration.wait(PATIENCE_S)
+    assert there.wait_for_end(PATIENCE_S)
+    assert pair.a.manager.holds_blocks("r")
+    assert not pair.b.manager.holds_blocks("r")
+    assert pair.b.pool.get_num_free_blocks() == 31
+    assert migration.cancel() is False
+    pair.check()
+
+
+def test_once_it_is_acknowledged_it_is_too_late_to_cancel(make_pair, over):
+    gate = Gate(MigrationPhase.DONE)
+    pair = make_pair(over, on_phase=gate)
+    pair.a.start("r", range(10))
+    migration = pair.node_a.migrate(SequenceSubject("r"), "b")
+    assert gate.reached.wait(PATIENCE_S)
+    assert migration.cancel() is False
+    assert pair.node_b.find_migration(migration.migration_id).cancel() is False
+    gate.opened.set()
+    migration.wait(PATIENCE_S)
+    pair.check()
+
+
+def test_phases_come_in_their_order_and_a_callback_that_raises_changes_nothing(make_pair):
+    seen = []
+
+    def note(status):
+        seen.append((status.direction, status.phase.value))
+        raise ValueError("mine")
+
+    pair = make_pair(on_phase=note)
+    pair.a.start("r", range(10))
+    pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
+    incoming = [phase for direction, phase in seen if direction == "in"]
+    assert list(dict.fromkeys(incoming)) == [
+        "waiting",
+        "preparing",
+        "reading",
+        "inserting",
+        "acknowledging",
+        "done",
+    ]
+    assert [phase for direction, phase in seen if direction == "out"] == ["reading", "done"]
+
+
+def test_many_migrations_at_a_time_wait_for_their_turn(make_pair, over):
+    pair = make_pair(over, max_concurrent=2, a={"num_blocks": 200}, b={"num_blocks": 200})
+    for number in range(30):
+        pair.a.start(f"r{number}", range(100 * number, 100 * number + 17))
+    migrations = [pair.node_a.migrate(SequenceSubject(f"r{number}"), "b") for number in range(30)]
+    assert all(len(migration.wait(PATIENCE_S)) == 5 for migration in migrations)
+    assert len(pair.b.requests) == 30
+    assert pair.a.pool.get_num_free_blocks() == 199
+    pair.check()
+
+
+def test_a_node_that_stops_takes_back_what_it_lends(make_pair, over):
+    gate = Gate(MigrationPhase.READING)
+    pair = make_pair(over, on_phase=gate)
+    pair.a.start("r", range(10))
+    migration = pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True)
+    assert gate.reached.wait(PATIENCE_S)
+    pair.node_a.stop()
+    assert pair.a.manager.holds_blocks("r")
+    gate.opened.set()
+    with pytest.raises(MigrationError):
+        migration.wait(PATIENCE_S)
+    pair.check()
+
+
+def test_what_has_ended_is_listed_until_a_thousand_more_have():
+    pair = Pair("in_process")
+    try:
+        pair.a.start("r", range(4))
+        subject = PrefixSubject(tuple(pair.a.requests["r"].block_hashes))
+        ids = []
+        for _ in range(1005):
+            migration = pair.node_b.fetch(subject, "a")
+            migration.wait(PATIENCE_S)
+            ids.append(migration.migration_id)
+        assert [status.migration_id for status in pair.node_b.list_migrations()] == ids[5:]
+        with pytest.raises(InvalidArgumentError, match="running are: none"):
+            pair.node_b.find_migration(ids[0])
+    finally:
+        pair.stop()
