@@ -37,8 +37,9 @@ def start_nodes(secret_file, here, there):
 @pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.nixl)])
 def pair(secret_file, request):
     """For all tests after which both live on: starting a process takes seconds."""
-    sizes = [{"backend": request.param, "num_blocks": num_blocks} for num_blocks in (40, 30)]
-    with start_nodes(secret_file, *sizes) as nodes:
+    here = {"backend": request.param, "num_blocks": 40}
+    there = {"backend": request.param, "num_blocks": 30, "tiers": [16, 0, None, "back"]}
+    with start_nodes(secret_file, here, there) as nodes:
         yield nodes
 
 
@@ -180,7 +181,7 @@ def test_the_target_computes_the_prompt_itself_when_the_source_is_killed_meanwhi
         here.check()
 
 
-@pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")
 def test_random_schedules_on_two_processes(nodes, seed):
     rng = random.Random(seed)
     names = ["here", "there"]
@@ -193,9 +194,10 @@ def test_random_schedules_on_two_processes(nodes, seed):
         match rng.choice(["submit", "submit", "step", "step", "move", "move", "copy", "free"]):
             case "submit":
                 name = f"r{len(prompts)}"
-                prompt = PREFIX[: rng.choice([4, 9, 16])] + [
-                    rng.randrange(97) for _ in range(rng.randint(1, 6))
-                ]
+                end = [rng.randrange(97) for _ in range(rng.randint(1, 6))]
+                prompt = PREFIX[: rng.choice([4, 9, 16])] + end
+                if prompts and rng.random() < 0.5:  # what it left may be cached, or in the tier that is there
+                    prompt = rng.choice(list(prompts.values()))
                 num_cached_tokens = nodes[side].admit(name, prompt)
                 if num_cached_tokens is not None:
                     prompts[name], place[name] = prompt, side

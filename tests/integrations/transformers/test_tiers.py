@@ -1,4 +1,4 @@
-"""Tokens are those of the dense run after K and V have been in host memory, in a folder, in another process."""
+"""Tokens are those of the dense run after K and V were in host memory, in a folder, in another process."""
 
 import pytest
 
