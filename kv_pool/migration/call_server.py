@@ -198,7 +198,9 @@ class CallServer:
         with self._lock:
             self.counts.num_accepted += 1
             if len(self._strangers) >= self._max_strangers:
-                _shut_down(next(iter(self._strangers)))
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]  # before its thread has noticed: the next one is another's turn
+                _shut_down(oldest)
             self._strangers[connection] = None
             self._threads.add(thread)
         thread.start()

@@ -83,6 +83,10 @@ class MadeEngine:
     def hash_blocks(self, token_ids):
         return HASHER.hash_blocks(token_ids)
 
+    def read(self, block_id):
+        """The bytes of a block, without the detour of `read_block`."""
+        return self.storage.tensors[0][block_id].tobytes()
+
     def check_all_cached(self, prompts):
         """Whatever can be hit holds what its hash stands for."""
         for token_ids in prompts:
@@ -90,14 +94,12 @@ class MadeEngine:
                 found = self.pool.get_cached_block(block_hash, [0])
                 if found is not None:
                     content = f"0 {list(token_ids[: (position + 1) * BLOCK_SIZE])}"
-                    data = self.storage.read_block(found[0].block_id)
+                    data = self.read(found[0].block_id)
                     assert data == self.make_bytes(content), f"block {found[0].block_id}: {content}"
 
     def check_bytes(self, request_id):
         for content, block_id in self.list_contents(request_id):
-            assert self.storage.read_block(block_id) == self.make_bytes(content), (
-                f"block {block_id}: {content}"
-            )
+            assert self.read(block_id) == self.make_bytes(content), f"block {block_id}: {content}"
 
     def check_prefix(self, token_ids):
         """Blocks of this prompt that can be hit here, bytes checked."""
@@ -106,7 +108,7 @@ class MadeEngine:
             blocks = self.manager.get_computed_blocks(request, request.num_tokens).blocks[0]
             for position, block in enumerate(blocks):
                 covered = list(token_ids[: (position + 1) * BLOCK_SIZE])
-                assert self.storage.read_block(block.block_id) == self.make_bytes(f"0 {covered}")
+                assert self.read(block.block_id) == self.make_bytes(f"0 {covered}")
             return len(blocks)
 
     def _describe(self, request_id):

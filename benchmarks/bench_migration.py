@@ -1,0 +1,201 @@
+"""What does a whole migration cost beside the bare reading of the same blocks? See benchmarks/README.md."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import secrets
+import statistics
+import sys
+import time
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import numpy as np
+from bench_block_pool import find_cpu_model
+
+import kv_pool
+from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.messages import CancelTransfer, Offer, PrepareTransfer
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.subjects import SequenceSubject
+from kv_pool.migration.transfer_backend import TransferBackend
+from kv_pool.storage import KVStorage
+from kv_pool.storage.checksums import checksum_blocks
+
+KIB = 1024
+BLOCK_SIZE = 16
+SECRET = b"of this benchmark only"
+HASHER = BlockHasher("sha256", block_size=BLOCK_SIZE)
+
+
+def make_backend(name: str, storage: KVStorage) -> TransferBackend:
+    if name == "tcp":
+        return TcpBackend(storage)
+    from kv_pool.migration.backends.nixl import NixlBackend
+
+    return NixlBackend(storage)
+
+
+class BenchNode:
+    """A node with an engine that has one request at most."""
+
+    def __init__(self, name: str, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
+        # One layer, K and V beside each other: a block lies in one piece.
+        self.storage = KVStorage.allocate(
+            num_blocks + 1, BLOCK_SIZE, 1, block_bytes // (2 * BLOCK_SIZE * 2 * 64), 64, "float16", layout="L|B2NHD"
+        )
+        for tensor in self.storage.tensors:
+            tensor.view(np.uint16)[...] = 1 + np.arange(tensor.shape[0], dtype=np.uint16).reshape(
+                -1, *[1] * (tensor.ndim - 1)
+            )
+        self.pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
+        if scattered:
+            blocks = self.pool.get_new_blocks(num_blocks)
+            self.pool.free_blocks([blocks[at] for at in np.random.default_rng(0).permutation(num_blocks)])
+        self.manager = KVCacheManager(self.pool)
+        self.site = ManagerSite(self.manager, self.storage, hasher=HASHER, adopt_request=self.adopt)
+        self.adopted = ""
+        self.backend = make_backend(backend, self.storage)
+        self.migrator = Migrator(
+            name, self.site, backends=[self.backend], secret=SECRET, listen="127.0.0.1:0"
+        )
+        self.migrator.start()
+
+    def adopt(self, request_id: str, state: bytes) -> None:
+        self.adopted = request_id
+
+    def forget(self) -> None:
+        """Nothing is here any more that would not be read again."""
+        with self.site.lock:
+            tables = self.manager.pop_tables(self.adopted)
+            self.pool.free_blocks([block for table in tables for block in reversed(table.blocks)])
+            assert self.manager.reset_prefix_cache()
+
+
+def run_source(pipe: Connection, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
+    node = BenchNode("source", backend, block_bytes, num_blocks, scattered)
+    request = Request("request", range(num_blocks * BLOCK_SIZE), HASHER)
+    assert node.manager.allocate_slots(request, request.num_tokens) is not None
+    pipe.send(node.migrator.address)
+    pipe.recv()
+
+
+def read_raw(node: BenchNode) -> tuple[float, float]:
+    """Seconds for the bare reading of all blocks by the backend, and for checksums of as many."""
+    description = node.migrator.ask("source")
+    reader = node.backend.open("source", description.backends[node.backend.name])
+    transfer_id = secrets.token_bytes(16)
+    links = node.migrator._links
+    prepare = PrepareTransfer(transfer_id, SequenceSubject("request"), False, node.site.layout, "target")
+    offer = links.call("source", prepare, 5.0)
+    assert isinstance(offer, Offer)
+    ids = [block.block_id for block in offer.blocks]
+    local_ids = list(range(1, len(ids) + 1))
+    reader.read(transfer_id, ids[:1], local_ids[:1], time.monotonic() + 30)  # connects
+    started = time.perf_counter()
+    reader.read(transfer_id, ids, local_ids, time.monotonic() + 60)
+    raw_s = time.perf_counter() - started
+    started = time.perf_counter()
+    checksum_blocks(node.storage, local_ids)
+    checksum_s = time.perf_counter() - started
+    reader.close()
+    links.call("source", CancelTransfer(transfer_id), 5.0)
+    return raw_s, checksum_s
+
+
+def migrate(node: BenchNode) -> float:
+    started = time.perf_counter()
+    node.migrator.fetch(SequenceSubject("request"), "source").wait(60)
+    elapsed = time.perf_counter() - started
+    node.forget()
+    return elapsed
+
+
+def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, runs: int) -> dict[str, Any]:
+    num_blocks = max(4, total_bytes // block_bytes)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    arguments = (theirs, backend, block_bytes, num_blocks, scattered)
+    process = context.Process(target=run_source, args=arguments, daemon=True)
+    process.start()
+    node = BenchNode("target", backend, block_bytes, num_blocks, False)
+    node.migrator.peers.add("source", pipe.recv())
+    raw, whole, checksums = [], [], []
+    for run in range(runs + 1):
+        raw_s, checksum_s = read_raw(node)
+        whole_s = migrate(node)
+        if run:  # the first one pays for connecting, and for pages that were never touched
+            raw.append(raw_s)
+            whole.append(whole_s)
+            checksums.append(checksum_s)
+    node.migrator.stop()
+    pipe.send(None)
+    process.join()
+    num_bytes = num_blocks * block_bytes
+    shares = [raw_s / whole_s for raw_s, whole_s in zip(raw, whole, strict=True)]
+    return {
+        "backend": backend,
+        "block_bytes": block_bytes,
+        "num_blocks": num_blocks,
+        "scattered": scattered,
+        "raw_gb_s": num_bytes / statistics.median(raw) / 1e9,
+        "whole_gb_s": num_bytes / statistics.median(whole) / 1e9,
+        "checksum_gb_s": num_bytes / statistics.median(checksums) / 1e9,
+        "share": statistics.median(raw) / statistics.median(whole),
+        "share_lowest": min(shares),
+        "share_highest": max(shares),
+        "whole_ms": statistics.median(whole) * 1e3,
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="tcp", choices=["tcp", "nixl"])
+    parser.add_argument("--total-mib", type=int, default=128)
+    parser.add_argument("--block-kib", type=int, nargs="+", default=[16, 64, 256, 1024, 2048])
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="a few megabytes, to see that it runs")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.total_mib, options.block_kib, options.runs = 8, [64, 256], 2
+    print(
+        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, {find_cpu_model()}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, {options.total_mib} MiB each"
+    )
+    print(f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s   share of raw (lowest-highest)")
+    rows = []
+    for block_kib in options.block_kib:
+        for scattered in (False, True):
+            row = measure(
+                options.backend, block_kib * KIB, options.total_mib * KIB * KIB, scattered, options.runs
+            )
+            rows.append(row)
+            print(
+                f"{block_kib:>5} KiB {'scattered' if scattered else 'in a run':>9} {row['raw_gb_s']:>6.2f} "
+                f"{row['whole_gb_s']:>6.2f} {row['checksum_gb_s']:>6.1f}        {row['share']:>4.0%} "
+                f"({row['share_lowest']:.0%}-{row['share_highest']:.0%})",
+                flush=True,
+            )
+    if options.json is not None:
+        provenance = {
+            "command": " ".join(sys.argv),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "cpu": find_cpu_model(),
+            "cores": os.cpu_count(),
+            "python": python_version(),
+            "numpy": np.__version__,
+            "kv_pool": kv_pool.__version__,
+        }
+        options.json.write_text(json.dumps({**provenance, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A target that reads from a source, over each backend; storages of one format in many layouts."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kv_pool.errors import StaleTransferError
+from kv_pool.migration.backends.in_process import InProcessBackend
+from kv_pool.migration.backends.nixl import NixlBackend
+from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.messages import DescribeNode
+from kv_pool.storage import BlockStorage, KVStorage, Segment, SegmentTable
+
+SECRET = b"sixteen bytes or more"
+TRANSFER_ID = b"t" * 16
+BACKENDS = {"in_process": InProcessBackend, "tcp": TcpBackend, "nixl": NixlBackend}
+ALL_BACKENDS = ["in_process", "tcp", pytest.param("nixl", marks=pytest.mark.nixl)]
+SERVING_BACKENDS = ["in_process", "tcp"]
+REMOTE_BACKENDS = ["tcp", pytest.param("nixl", marks=pytest.mark.nixl)]
+
+BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE = 4, 3, 2, 8
+
+
+def make_kv(layout, num_blocks):
+    return KVStorage.allocate(num_blocks, BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE, "float16", layout=layout)
+
+
+def make_rows(num_blocks, spans, padding, block_format):
+    """A storage of one row a span, each in an array of its own, with bytes of others between its blocks."""
+    rows = []
+    for span in spans:
+        stride = span + padding
+        memory = np.zeros(num_blocks * stride, np.uint8)
+        rows.append(Segment(memory.ctypes.data, stride, span, memory))
+    return BlockStorage(SegmentTable.from_segments(rows, num_blocks), "cpu", block_format)
+
+
+LAYOUT_PAIRS = {
+    "layers to layers": lambda n, m: (make_kv("NHD", n), make_kv("NHD", m)),
+    "layers to whole blocks": lambda n, m: (make_kv("NHD", n), make_kv("BLNHC", m)),
+    "whole blocks to layers": lambda n, m: (make_kv("BLNHC", n), make_kv("NHD", m)),
+    "whole blocks to whole blocks": lambda n, m: (make_kv("BLHNC", n), make_kv("BLHNC", m)),
+    "heads outermost": lambda n, m: (make_kv("LHBNC", n), make_kv("LHBNC", m)),
+    "K and V apart": lambda n, m: (make_kv("SGLANG", n), make_kv("FLASH", m)),
+    "padded, cut elsewhere": lambda n, m: (
+        make_rows(n, [96, 32, 160], 64, "x"),
+        make_rows(m, [64, 224], 0, "x"),
+    ),
+    "rows of 16 KiB, cut elsewhere": lambda n, m: (
+        make_rows(n, [32768, 16384], 0, "y"),
+        make_rows(m, [16384, 32768], 256, "y"),
+    ),
+    "pieces of few blocks": lambda n, m: (
+        make_rows(n, [3 << 20], 0, "z"),
+        make_rows(m, [1 << 20, 2 << 20], 0, "z"),
+    ),
+}
+"""For each name a source of n blocks and a target of m."""
+
+
+def get_memories(storage):
+    """All memory behind a storage, padding included: flat arrays of bytes, one an owner."""
+    owners = {id(owner): owner for owner in storage.segments.owners}
+    return [np.asarray(owner).reshape(-1).view(np.uint8) for owner in owners.values()]
+
+
+def fill(storage, seed):
+    rng = np.random.default_rng(seed)
+    for memory in get_memories(storage):
+        memory[:] = rng.integers(0, 256, len(memory), np.uint8)
+
+
+def read_all(storage):
+    return [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+
+
+@dataclass
+class Link:
+    """A source and a target, each with its backend, as their nodes would attach them."""
+
+    source: BlockStorage
+    target: BlockStorage
+    source_backend: object
+    target_backend: object
+    asked: list = field(default_factory=list)
+    readers: list = field(default_factory=list)
+    find_lent: Callable = lambda transfer_id, block_ids: None
+
+    def open(self):
+        """A reader; it is closed with the link."""
+        reader = self.target_backend.open("source", self.source_backend.describe())
+        self.readers.append(reader)
+        return reader
+
+    def close(self):
+        for reader in self.readers:
+            reader.close()
+        self.target_backend.close()
+        self.source_backend.close()
+
+    def _find_lent(self, transfer_id, block_ids):
+        self.asked.append((transfer_id, list(block_ids)))
+        self.find_lent(transfer_id, block_ids)
+
+
+@pytest.fixture
+def make_link():
+    """Connects two storages; everything is closed afterwards."""
+    with ExitStack() as stack:
+
+        def make(kind, source, target):
+            link = Link(source, target, BACKENDS[kind](source), BACKENDS[kind](target))
+            handler = link.source_backend.get_bulk_handler()
+            handlers = {} if handler is None else {kind: handler}
+            server = stack.enter_context(
+                CallServer(
+                    "127.0.0.1:0", SECRET, lambda message, caller: DescribeNode(), bulk_handlers=handlers
+                )
+            )
+            link.source_backend.attach("source", link._find_lent, {}.__getitem__, SECRET)
+            link.target_backend.attach("target", refuse, lambda name: server.address, SECRET)
+            stack.callback(link.close)
+            return link
+
+        yield make
+
+
+def refuse(transfer_id, block_ids):
+    raise StaleTransferError("the target lends nothing")

@@ -1,0 +1,79 @@
+"""A source in a process of its own: `python source_process.py KIND NUM_BLOCKS BLOCK_BYTES SEED`.
+
+Says its address and its backend's description, a line each in hex after `kv_pool`, then serves until its
+standard input ends.
+"""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+SECRET = b"sixteen bytes or more"
+
+
+def make_bytes(num_blocks, block_bytes, seed):
+    return np.random.default_rng(seed).integers(0, 256, (num_blocks, block_bytes), np.uint8)
+
+
+class SourceProcess:
+    """The parent's end of it."""
+
+    def __init__(self, kind, num_blocks, block_bytes, seed=0):
+        self.bytes = make_bytes(num_blocks, block_bytes, seed)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, kind, str(num_blocks), str(block_bytes), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address, self.description = self._read_line().decode(), self._read_line()
+
+    def _read_line(self):
+        for line in self.process.stdout:
+            if line.startswith("kv_pool "):
+                return bytes.fromhex(line.removeprefix("kv_pool "))
+        raise AssertionError(f"the source has ended with {self.process.wait()}")
+
+    def stop(self):
+        self.process.send_signal(signal.SIGSTOP)
+
+    def wake(self):
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def close(self):
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def main():
+    kind, *numbers = sys.argv[1:]
+    num_blocks, block_bytes, seed = map(int, numbers)
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from migration.backends.made_links import BACKENDS, make_rows
+
+    from kv_pool.migration.call_server import CallServer
+    from kv_pool.migration.messages import DescribeNode
+
+    storage = make_rows(num_blocks, [block_bytes], 0, "x")
+    storage.segments.owners[0][:] = make_bytes(num_blocks, block_bytes, seed).reshape(-1)
+    backend = BACKENDS[kind](storage)
+    backend.attach("source", lambda transfer_id, block_ids: None, {}.__getitem__, SECRET)
+    handler = backend.get_bulk_handler()
+    handlers = {} if handler is None else {kind: handler}
+    with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers=handlers) as server:
+        print("kv_pool", server.address.encode().hex())
+        print("kv_pool", backend.describe().hex(), flush=True)
+        sys.stdin.read()
+        backend.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What every backend promises, see `transfer_backend.py`; with other processes in test_two_processes.py."""
+
+import random
+import threading
+import time
+
+import pytest
+from migration.backends.made_links import (
+    ALL_BACKENDS,
+    LAYOUT_PAIRS,
+    SERVING_BACKENDS,
+    TRANSFER_ID,
+    fill,
+    get_memories,
+    make_kv,
+    make_link,
+    make_rows,
+    read_all,
+)
+
+from kv_pool.errors import (
+    InvalidBlockError,
+    MigrationError,
+    PeerUnavailableError,
+    StaleTransferError,
+    TransferFailedError,
+)
+
+__all__ = ["make_link"]
+
+LONG = 60.0
+
+
+def soon():
+    return time.monotonic() + LONG
+
+
+def check_read(link, reader, remote_ids, local_ids):
+    """Read, and compare every block of the target with what it held or should hold now."""
+    expected = read_all(link.target)
+    for remote_id, local_id in zip(remote_ids, local_ids, strict=True):
+        expected[local_id] = link.source.read_block(remote_id)
+    count = reader.read(TRANSFER_ID, remote_ids, local_ids, soon())
+    assert read_all(link.target) == expected
+    assert count.num_bytes == len(remote_ids) * link.source.block_bytes
+    assert (count.num_descriptors > 0) == (len(remote_ids) > 0)
+
+
+@pytest.mark.parametrize("pair", LAYOUT_PAIRS)
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_blocks_arrive_in_any_layout_of_the_format(kind, pair, make_link):
+    link = make_link(kind, *LAYOUT_PAIRS[pair](12, 15))
+    fill(link.source, 1)
+    fill(link.target, 2)
+    reader = link.open()
+    check_read(link, reader, [], [])
+    check_read(link, reader, [7], [3])
+    check_read(link, reader, [2, 3, 4, 9, 10], [5, 6, 7, 8, 1])
+    check_read(link, reader, [11, 0, 5, 6], [14, 2, 0, 9])
+    check_read(link, reader, list(range(12)), list(range(2, 14)))
+    reader.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_random_reads_equal_a_copy_block_by_block(kind, seed, make_link):
+    rng = random.Random(seed)
+    link = make_link(kind, *LAYOUT_PAIRS[rng.choice(list(LAYOUT_PAIRS)[:-1])](20, 25))
+    fill(link.source, seed)
+    reader = link.open()
+    for _ in range(15):
+        count = rng.randrange(20)
+        remote_ids, local_ids = rng.sample(range(20), count), rng.sample(range(25), count)
+        if rng.random() < 0.5:
+            remote_ids, local_ids = sorted(remote_ids), sorted(local_ids)
+        check_read(link, reader, remote_ids, local_ids)
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_padding_between_blocks_is_left_alone(kind, make_link):
+    link = make_link(kind, make_rows(8, [128], 64, "x"), make_rows(8, [128], 32, "x"))
+    fill(link.source, 1)
+    fill(link.target, 2)
+    (memory,) = get_memories(link.target)
+    before = memory.reshape(8, 160)[:, 128:].copy()
+    link.open().read(TRANSFER_ID, list(range(8)), list(range(8)), soon())
+    assert (memory.reshape(8, 160)[:, 128:] == before).all()
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_neighbours_on_both_sides_are_fewer_pieces(kind, make_link):
+    link = make_link(kind, make_kv("BLNHC", 16), make_kv("BLNHC", 16))
+    reader = link.open()
+    in_a_run = reader.read(TRANSFER_ID, list(range(8)), list(range(4, 12)), soon())
+    scattered = reader.read(TRANSFER_ID, list(range(0, 16, 2)), list(range(8)), soon())
+    assert (in_a_run.num_descriptors, scattered.num_descriptors) == (1, 8)
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_a_deadline_that_has_passed_ends_a_read(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+    reader = link.open()
+    with pytest.raises(TransferFailedError):
+        reader.read(TRANSFER_ID, [1, 2], [3, 4], time.monotonic() - 1)
+    assert reader.is_settled()
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_a_closed_reader_reads_nothing(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+    reader = link.open()
+    reader.close()
+    reader.close()
+    assert reader.is_settled()
+    with pytest.raises(TransferFailedError):
+        reader.read(TRANSFER_ID, [1], [1], soon())
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_blocks_that_the_target_does_not_have_are_refused(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 9), make_kv("NHD", 8))
+    reader = link.open()
+    with pytest.raises(InvalidBlockError, match="block 8 is not one of 0 to 7"):
+        reader.read(TRANSFER_ID, [1, 2], [3, 8], soon())
+    check_read(link, reader, [1], [3])
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_a_description_of_something_else_is_refused(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+    with pytest.raises(PeerUnavailableError, match="stranger"):
+        link.target_backend.open("stranger", b"not a description")
+
+
+@pytest.mark.parametrize("kind", ALL_BACKENDS)
+def test_readers_of_several_threads_do_not_meet(kind, make_link):
+    num_readers, each = 4, 16
+    link = make_link(kind, make_kv("NHD", num_readers * each), make_kv("BLNHC", num_readers * each))
+    fill(link.source, 3)
+    readers = [link.open() for _ in range(num_readers)]
+    failures = []
+
+    def read(number):
+        ids = list(range(number * each, (number + 1) * each))
+        try:
+            for _ in range(20):
+                readers[number].read(TRANSFER_ID, ids, ids[::-1], soon())
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(num_readers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    expected = read_all(link.source)
+    got = read_all(link.target)
+    for first in range(0, num_readers * each, each):
+        assert got[first : first + each] == expected[first : first + each][::-1]
+
+
+@pytest.mark.parametrize("kind", SERVING_BACKENDS)
+def test_what_is_not_lent_is_not_read(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+    fill(link.source, 1)
+
+    def find_lent(transfer_id, block_ids):
+        if not set(block_ids) <= {1, 2}:
+            raise StaleTransferError(f"{block_ids} are not lent")
+
+    link.find_lent = find_lent
+    reader = link.open()
+    before = read_all(link.target)
+    with pytest.raises(StaleTransferError, match="not lent"):
+        reader.read(TRANSFER_ID, [1, 3], [4, 5], soon())
+    assert read_all(link.target) == before
+    assert reader.is_settled()
+    check_read(link, reader, [1, 2], [4, 5])
+
+
+@pytest.mark.parametrize("kind", SERVING_BACKENDS)
+def test_a_lease_that_ends_while_bytes_go_out_fails_the_read(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+
+    def find_lent(transfer_id, block_ids):
+        if len(link.asked) > 1:
+            raise StaleTransferError("it ended meanwhile")
+
+    link.find_lent = find_lent
+    with pytest.raises(StaleTransferError, match="meanwhile"):
+        link.open().read(TRANSFER_ID, [1, 3], [4, 5], soon())
+    assert link.asked == [(TRANSFER_ID, [1, 3])] * 2
+
+
+@pytest.mark.parametrize("kind", SERVING_BACKENDS)
+def test_a_long_read_asks_again_and_again_whether_the_blocks_are_lent(kind, make_link):
+    link = make_link(kind, make_rows(24, [6 << 20], 0, "x"), make_rows(24, [6 << 20], 0, "x"))
+    link.open().read(TRANSFER_ID, list(range(24)), list(range(24)), soon())
+    named = [block_id for _, block_ids in link.asked for block_id in block_ids]
+    assert sorted(named) == sorted(list(range(24)) * 2)
+    assert max(len(block_ids) for _, block_ids in link.asked) < 24
+
+
+@pytest.mark.parametrize("kind", SERVING_BACKENDS)
+def test_a_source_that_has_closed_serves_nothing(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+    reader = link.open()
+    link.source_backend.close()
+    with pytest.raises(MigrationError):
+        reader.read(TRANSFER_ID, [1], [1], soon())
+    assert reader.is_settled()
+
+
+@pytest.mark.parametrize("kind", SERVING_BACKENDS)
+def test_a_backend_without_a_node_lends_nothing(kind, make_link):
+    link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
+    bare = type(link.source_backend)(link.source)
+    link.source_backend.find_lent = bare.find_lent
+    with pytest.raises(StaleTransferError, match="no node yet"):
+        link.open().read(TRANSFER_ID, [1], [1], soon())

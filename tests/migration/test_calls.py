@@ -1,0 +1,413 @@
+"""What a node is asked, within a process and over TCP; one contract."""
+
+import logging
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from migration.made_channels import LONG, Beside, soon
+
+from kv_pool import errors
+from kv_pool.errors import (
+    EndpointError,
+    InvalidArgumentError,
+    KVPoolError,
+    MigrationError,
+    PeerAuthenticationError,
+    PeerUnavailableError,
+    StaleTransferError,
+)
+from kv_pool.migration.addresses import connect_to
+from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.calls import LocalCalls
+from kv_pool.migration.handshake import greet_server
+from kv_pool.migration.messages import (
+    Acknowledged,
+    CallFailed,
+    Cancelled,
+    CancelTransfer,
+    DescribeNode,
+    ListNodes,
+    RenewLease,
+)
+from kv_pool.migration.opening import Opening, open_channel
+from kv_pool.migration.remote_calls import RemoteCalls
+
+SECRET = b"the secret of all nodes"
+ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVPoolError)]
+
+
+class Node:
+    """Answers what its `answers` say, by the class of the message."""
+
+    def __init__(self):
+        self.asked = []
+        self.answers = {CancelTransfer: lambda message: Cancelled(is_acknowledged=message.reason == "late")}
+
+    def answer(self, message, caller):
+        self.asked.append((message, caller))
+        return self.answers[type(message)](message)
+
+    def raise_on(self, kind, error):
+        def answer(message):
+            raise error
+
+        self.answers[kind] = answer
+
+
+@contextmanager
+def serve(node, **settings):
+    with CallServer("127.0.0.1:0", SECRET, node.answer, **settings) as server:
+        yield server
+
+
+@contextmanager
+def connect_local(node):
+    yield LocalCalls(node.answer, "caller")
+
+
+@contextmanager
+def connect_remote(node):
+    with serve(node) as server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        yield calls
+        calls.close()
+
+
+@pytest.fixture(params=[connect_local, connect_remote], ids=["local", "remote"])
+def connect(request):
+    return request.param
+
+
+def ask(calls, message=None, timeout_s=LONG):
+    return calls.call(message or CancelTransfer(b"t" * 16, "late"), timeout_s)
+
+
+def wait_until(condition):
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+
+
+# ---- both kinds ----------------------------------------------------------------------------------
+
+
+def test_a_node_is_told_who_asks_and_its_reply_comes_back(connect):
+    node = Node()
+    with connect(node) as calls:
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        assert ask(calls, CancelTransfer(b"t" * 16)) == Cancelled()
+    assert node.asked[0] == (CancelTransfer(b"t" * 16, "late"), "caller")
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_is_raised_as_what_it_was(kind, connect):
+    node = Node()
+    node.raise_on(RenewLease, kind("because of 3 blocks"))
+    with connect(node) as calls:
+        with pytest.raises(kind, match="because of 3 blocks") as raised:
+            ask(calls, RenewLease(b"t" * 16))
+        assert type(raised.value) is kind
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+
+
+def test_an_error_of_another_kind_is_a_migration_error(connect):
+    node = Node()
+    node.raise_on(RenewLease, ZeroDivisionError("by mistake"))
+    with connect(node) as calls:
+        with pytest.raises(MigrationError, match="ZeroDivisionError: by mistake"):
+            ask(calls, RenewLease(b"t" * 16))
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+
+
+def test_a_failure_as_a_reply_is_raised(connect):
+    node = Node()
+    node.answers[RenewLease] = lambda message: CallFailed("StaleTransferError", "over")
+    node.answers[ListNodes] = lambda message: CallFailed("NewerError", "of a later version")
+    with connect(node) as calls:
+        with pytest.raises(StaleTransferError, match="over"):
+            ask(calls, RenewLease(b"t" * 16))
+        with pytest.raises(MigrationError, match="NewerError: of a later version"):
+            ask(calls, ListNodes())
+
+
+def test_many_threads_ask_at_once(connect):
+    node = Node()
+    with connect(node) as calls:
+        asking = [
+            Beside(lambda reason: [ask(calls, CancelTransfer(b"", reason)) for _ in range(50)], reason)
+            for reason in ("late", "", "late", "")
+        ]
+        assert [outcome.get() for outcome in asking] == [
+            [Cancelled(is_late)] * 50 for is_late in (True, False, True, False)
+        ]
+
+
+# ---- over TCP -------------------------------------------------------------------------------------
+
+
+def test_a_long_call_holds_up_no_other():
+    node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
+
+    def wait(message):
+        is_asked.set()
+        may_go_on.wait(LONG)
+        return Acknowledged()
+
+    node.answers[RenewLease] = wait
+    with connect_remote(node) as calls:
+        waiting = Beside(ask, calls, RenewLease(b"t" * 16))
+        assert is_asked.wait(LONG)
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        may_go_on.set()
+        assert waiting.get() == Acknowledged()
+
+
+def test_no_reply_in_time_is_a_peer_that_is_not_there():
+    node, may_go_on = Node(), threading.Event()
+
+    def wait(message):
+        may_go_on.wait(LONG)
+        return Acknowledged()
+
+    node.answers[RenewLease] = wait
+    with connect_remote(node) as calls:
+        with pytest.raises(PeerUnavailableError, match="not answered in time"):
+            ask(calls, RenewLease(b"t" * 16), 0.1)
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        may_go_on.set()
+
+
+def test_connections_are_kept_and_replaced_when_the_node_comes_back():
+    node = Node()
+    with serve(node) as server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        for _ in range(5):
+            ask(calls)
+        assert server.counts.num_accepted == 1
+        address = server.address
+    with pytest.raises(PeerUnavailableError, match=address):
+        ask(calls)
+    with CallServer(address, SECRET, node.answer) as server:
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        assert server.address == address
+        calls.close()
+
+
+def test_closed_calls_ask_nothing():
+    with connect_remote(Node()) as calls:
+        ask(calls)
+        calls.close()
+        with pytest.raises(PeerUnavailableError, match="closed"):
+            ask(calls)
+
+
+def test_closing_ends_a_call_under_way():
+    node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
+
+    def wait(message):
+        is_asked.set()
+        may_go_on.wait(LONG)
+        return Acknowledged()
+
+    node.answers[RenewLease] = wait
+    with connect_remote(node) as calls:
+        waiting = Beside(ask, calls, RenewLease(b"t" * 16))
+        assert is_asked.wait(LONG)
+        calls.close()
+        assert isinstance(waiting.get_error(), PeerUnavailableError)
+        may_go_on.set()
+
+
+def test_another_secret_is_refused_and_counted():
+    node = Node()
+    with serve(node) as server:
+        with pytest.raises(PeerAuthenticationError):
+            ask(RemoteCalls(server.address, b"some other secret", "caller"))
+        wait_until(lambda: server.counts.num_unauthenticated == 1)
+    assert not node.asked
+
+
+def test_a_short_secret_is_refused():
+    with pytest.raises(InvalidArgumentError):
+        RemoteCalls("127.0.0.1:1", b"short", "caller")
+    with pytest.raises(InvalidArgumentError):
+        CallServer("127.0.0.1:0", b"short", Node().answer)
+
+
+def test_a_port_in_use_is_an_error():
+    with serve(Node()) as server:
+        other = CallServer(server.address, SECRET, Node().answer)
+        with pytest.raises(EndpointError, match="can not listen"):
+            other.start()
+        assert other.address == ""
+        other.stop()
+        with pytest.raises(InvalidArgumentError, match="listens already"):
+            server.start()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000), b"KVPOOL\x01" + bytes(500)]
+)
+def test_garbage_costs_others_nothing(garbage):
+    node = Node()
+    with serve(node) as server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        ask(calls)
+        for _ in range(5):
+            with connect_to(server.address, LONG) as stranger:
+                try:
+                    stranger.sendall(garbage)
+                    while stranger.recv(4096):
+                        pass
+                except ConnectionError:
+                    pass
+        wait_until(lambda: server.counts.num_unauthenticated == 5)
+        ask(calls)
+        calls.close()
+        assert server.counts.num_accepted == 6
+
+
+def test_silent_strangers_make_room_for_others():
+    node = Node()
+    with serve(node, max_strangers=3, handshake_s=LONG) as server:
+        strangers = [connect_to(server.address, LONG) for _ in range(8)]
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        ask(calls)
+        wait_until(lambda: server.counts.num_unauthenticated >= 5)
+        calls.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for_long():
+    with serve(Node(), handshake_s=0.05) as server, connect_to(server.address, LONG) as stranger:
+        stranger.settimeout(LONG)
+        while stranger.recv(4096):
+            pass
+        wait_until(lambda: server.counts.num_unauthenticated == 1)
+
+
+def test_one_connection_too_many_is_told_so():
+    node, is_asked, may_go_on = Node(), threading.Event(), threading.Event()
+
+    def wait(message):
+        is_asked.set()
+        may_go_on.wait(LONG)
+        return Acknowledged()
+
+    node.answers[RenewLease] = wait
+    with serve(node, max_connections=1) as server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        waiting = Beside(ask, calls, RenewLease(b"t" * 16))
+        assert is_asked.wait(LONG)
+        with pytest.raises(PeerUnavailableError, match="1 connections are open already"):
+            ask(calls)
+        assert server.counts.num_turned_away == 1
+        may_go_on.set()
+        assert waiting.get() == Acknowledged()
+        calls.close()
+
+
+def test_a_forged_message_ends_its_connection_and_is_counted():
+    node = Node()
+    with serve(node) as server:
+        channel = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
+        open_channel(channel, Opening("caller"), soon())
+        channel.connection.sendall(bytes(200))
+        with pytest.raises(PeerUnavailableError):
+            channel.receive(soon())
+        wait_until(lambda: server.counts.num_forged == 1)
+    assert not node.asked
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa7Unknown", bytes(1000)])
+def test_a_signed_message_that_means_nothing_is_answered_with_an_error(content):
+    with serve(Node()) as server:
+        channel = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
+        open_channel(channel, Opening("caller"), soon())
+        channel.send(content, soon())
+        assert b"MigrationError" in channel.receive(soon())
+        channel.close()
+
+
+def test_an_opening_that_is_none_ends_the_connection():
+    with serve(Node()) as server:
+        channel = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
+        channel.send(b"what?", soon())
+        with pytest.raises(PeerUnavailableError):
+            channel.receive(soon())
+        wait_until(lambda: server.counts.num_unauthenticated == 1)
+
+
+def test_bulk_data_goes_to_its_backend():
+    def send_back(channel, caller):
+        data = bytearray(4)
+        channel.receive_raw([memoryview(data)], soon())
+        channel.send_raw([memoryview(caller.encode()), memoryview(data[::-1])], soon())
+
+    with serve(Node(), bulk_handlers={"backwards": send_back}) as server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        channel = calls.connect_bulk("backwards", LONG)
+        channel.send_raw([memoryview(b"abcd")], soon())
+        reply = bytearray(10)
+        channel.receive_raw([memoryview(reply)], soon())
+        channel.close()
+        assert reply == b"callerdcba"
+        with pytest.raises(MigrationError, match="no backend 'sideways' that serves bytes; it has backwards"):
+            calls.connect_bulk("sideways", LONG)
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        calls.close()
+
+
+def test_stopping_ends_connections_and_threads():
+    server = CallServer("127.0.0.1:0", SECRET, Node().answer)
+    before = threading.active_count()
+    server.start()
+    calls = RemoteCalls(server.address, SECRET, "caller")
+    ask(calls)
+    stranger = connect_to(server.address, LONG)
+    wait_until(lambda: server.counts.num_accepted == 2)
+    server.stop()
+    server.stop()
+    assert threading.active_count() == before
+    assert server.address == ""
+    stranger.close()
+    with pytest.raises(PeerUnavailableError):
+        ask(calls)
+    calls.close()
+
+
+def test_listening_beyond_loopback_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "kv_pool"):
+        with serve(Node()):
+            assert not caplog.records
+        with CallServer("0.0.0.0:0", SECRET, Node().answer):
+            assert "which other machines may reach" in caplog.text
+
+
+def test_an_unexpected_error_is_logged_where_it_happened(caplog):
+    node = Node()
+    node.raise_on(DescribeNode, KeyError("lost"))
+    with connect_remote(node) as calls, pytest.raises(MigrationError):
+        ask(calls, DescribeNode())
+    assert "answering caller has failed" in caplog.text
+
+
+def test_an_ipv6_address_works_as_well():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    server = CallServer("[::1]:0", SECRET, Node().answer)
+    try:
+        server.start()
+    except EndpointError:
+        pytest.skip("no IPv6 here")
+    try:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        assert server.address.startswith("[::1]:")
+        ask(calls)
+        calls.close()
+    finally:
+        server.stop()

@@ -1,0 +1,410 @@
+"""A source and targets in one thread, on a clock that the test moves, where everything may go wrong.
+
+Calls are lost, repeated, and arrive late; replies are lost; either side starts anew; leases end; bytes are
+changed on the way; readers that were given up write on. A slow model says what the source has to answer, and
+who has what at the end.
+"""
+
+import itertools
+import random
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+
+import pytest
+from migration.made_nodes import Clock, MadeEngine
+
+from kv_pool.core import invariants as pool_invariants
+from kv_pool.errors import (
+    KVPoolError,
+    PeerUnavailableError,
+    StaleTransferError,
+    TransferFailedError,
+)
+from kv_pool.migration import invariants
+from kv_pool.migration.messages import (
+    Acknowledged,
+    AcknowledgeTransfer,
+    AskChecksums,
+    Cancelled,
+    CancelTransfer,
+    DescribeNode,
+    NodeDescription,
+    NodeLocation,
+    Offer,
+    PrepareTransfer,
+    RenewLease,
+)
+from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.source import SourceTransfers, make_epoch
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
+from kv_pool.migration.target import Pull, PullSettings
+
+LEASE_S = 10.0
+SEEDS = [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 500))]
+
+
+class Killed(BaseException):
+    """The process in which this happens is no more."""
+
+
+class Inline:
+    """Runs at once what others run beside."""
+
+    def submit(self, work):
+        future = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class ModelledSource:
+    """A source, and what it has to answer, by a table that is written down a second time."""
+
+    def __init__(self, clock, number):
+        self.clock = clock
+        self.engine = MadeEngine(24, clock)
+        self.epoch = make_epoch("source", f"life{number}")
+        self.transfers = SourceTransfers(self.engine.site, "source", self.epoch, LEASE_S, clock)
+        # By transfer: the deadline while it is lent, else "acknowledged" or "over".
+        self.model = {}
+        self.given_away = set()
+
+    def is_lent(self, transfer_id):
+        state = self.model.get(transfer_id)
+        if isinstance(state, float) and state <= self.clock.now:
+            self.model[transfer_id] = state = "over"
+        return isinstance(state, float)
+
+    def deliver(self, message):
+        """The real answer, after it was found to be the model's."""
+        if isinstance(message, DescribeNode):
+            return NodeDescription("source", self.epoch, self.engine.site.layout, 0, 0, {}, NodeLocation())
+        transfer_id = message.transfer_id
+        is_lent = self.is_lent(transfer_id)
+        state = self.model.get(transfer_id)
+        answer = {
+            PrepareTransfer: self.transfers.prepare,
+            AskChecksums: self.transfers.compute_checksums,
+            RenewLease: self.transfers.renew,
+            AcknowledgeTransfer: self.transfers.acknowledge,
+            CancelTransfer: self.transfers.cancel,
+        }[type(message)]
+        try:
+            reply = answer(message)
+        except StaleTransferError:
+            is_old = isinstance(message, AcknowledgeTransfer) and message.epoch != self.epoch
+            assert not is_lent, f"{message}: it is lent"
+            assert not isinstance(message, CancelTransfer)
+            assert not is_old
+            if isinstance(message, AcknowledgeTransfer):
+                assert state != "acknowledged"
+            raise
+        except KVPoolError:
+            assert isinstance(message, PrepareTransfer)
+            assert state is None
+            raise
+        match message:
+            case PrepareTransfer():
+                assert isinstance(reply, Offer)
+                assert is_lent or state is None
+                self.model[transfer_id] = self.clock.now + LEASE_S
+            case RenewLease():
+                assert is_lent
+                self.model[transfer_id] = self.clock.now + LEASE_S
+            case AskChecksums():
+                assert is_lent
+            case AcknowledgeTransfer() if message.epoch == self.epoch:
+                assert reply == Acknowledged()
+                assert is_lent or state == "acknowledged"
+                self.model[transfer_id] = "acknowledged"
+            case CancelTransfer():
+                assert reply == Cancelled(is_acknowledged=state == "acknowledged")
+                if state != "acknowledged":
+                    self.model[transfer_id] = "over"
+        return reply
+
+
+class LateReader:
+    """Reads directly, and goes on writing where it was given up, until it is told to stop."""
+
+    def __init__(self, world, transfer_id):
+        self.world = world
+        self.unsettled = []
+
+    def read(self, transfer_id, remote_ids, local_ids, deadline):
+        world = self.world
+        source = world.source
+        source.transfers.check_lent(transfer_id, remote_ids)
+        data = [source.engine.storage.read_block(block_id) for block_id in remote_ids]
+        world.disturb()
+        draw = world.random.random()
+        if draw < 0.06:
+            self.unsettled = list(local_ids)
+            world.late_readers.append(self)
+            raise TransferFailedError("given up while bytes are under way", is_settled=False)
+        if draw < 0.12:
+            self.scribble(local_ids)
+            raise TransferFailedError("broken off")
+        if world.source is not source:
+            raise TransferFailedError("the source is no more")
+        source.transfers.check_lent(transfer_id, remote_ids)
+        for block_id, content in zip(local_ids, data, strict=True):
+            if world.random.random() < 0.02:
+                content = bytes([content[0] ^ 1]) + content[1:]
+            world.target.storage.write_block(block_id, content)
+        return _Count(len(local_ids))
+
+    def scribble(self, local_ids):
+        storage = self.world.target.storage
+        for block_id in local_ids:
+            storage.write_block(block_id, self.world.random.randbytes(storage.block_bytes))
+
+    def is_settled(self):
+        return not self.unsettled
+
+    def close(self):
+        pass
+
+
+class _Count:
+    def __init__(self, num_blocks):
+        self.num_bytes = num_blocks
+        self.num_descriptors = 1
+
+
+class World:
+    """One source, one target, the network between them, and time."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.clock = Clock()
+        self.lives = itertools.count()
+        self.source = ModelledSource(self.clock, next(self.lives))
+        self.start_target()
+        self.late = []
+        self.prompts = []
+        self.is_calm = False
+        self.depth = 0
+        self.outcomes = Counter()
+        self.numbers = itertools.count()
+        self.start_request()
+
+    def start_target(self):
+        self.target = MadeEngine(16, self.clock)
+        self.quarantined = []
+        self.late_readers = []
+        self.pulls = []
+
+    # ---- what pulls use --------------------------------------------------------------------------
+
+    def make_pull(self, subject, is_move):
+        settings = PullSettings(
+            "target",
+            self.target.site,
+            LEASE_S,
+            self.clock,
+            self.clock,
+            RateLimit(0.0, self.clock),
+            Inline(),
+            lambda pull: None,
+            lambda lease, reader: self.quarantined.append((lease, reader)),
+        )
+        transfer_id = self.random.randbytes(16)
+        pull = Pull(settings, self, transfer_id, subject, is_move, RateLimit(0.0, self.clock))
+        self.pulls.append(pull)
+        return pull
+
+    def call(self, message):
+        self.disturb()
+        draw = 1.0 if self.is_calm else self.random.random()
+        if draw < 0.05:
+            raise PeerUnavailableError("lost on the way there")
+        if draw < 0.09:
+            self.late.append(message)
+            raise PeerUnavailableError("on its way for longer than anybody waits")
+        reply = self.source.deliver(message)
+        if draw < 0.13:
+            raise PeerUnavailableError("the reply was lost")
+        if draw < 0.17:
+            self.source.deliver(message)
+        if draw < 0.19:
+            self.late.append(message)
+        self.disturb()
+        return reply
+
+    def take_reader(self, source):
+        if not self.is_calm and self.random.random() < 0.02:
+            raise PeerUnavailableError("no connection")
+        return LateReader(self, None)
+
+    def leave_reader(self, source, reader):
+        pass
+
+    # ---- what befalls ----------------------------------------------------------------------------
+
+    def disturb(self):
+        """Something else happens in between."""
+        if self.is_calm:
+            return
+        draw = self.random.random()
+        if draw < 0.25:
+            self.clock.now += self.random.choice([0.1, 1.0, 4.0, 11.0])
+        elif draw < 0.32:
+            self.source.transfers.expire()
+        elif draw < 0.40:
+            for engine in (self.source.engine, self.target):
+                engine.site.leases.expire()
+        elif draw < 0.50 and self.late:
+            self.deliver_late(self.random.randrange(len(self.late)))
+        elif draw < 0.58:
+            self.start_request()
+        elif draw < 0.64:
+            self.start_request(self.target)
+        elif draw < 0.70:
+            self.finish_request(self.random.choice([self.source.engine, self.target]))
+        elif draw < 0.74:
+            for reader in self.late_readers:
+                reader.scribble(reader.unsettled)
+        elif draw < 0.77 and self.late_readers:
+            self.settle(self.random.choice(self.late_readers))
+        elif draw < 0.80 and self.pulls:
+            self.random.choice(self.pulls).cancel()
+        elif draw < 0.83 and self.pulls:
+            self.random.choice(self.pulls).renew()
+        elif draw < 0.86 and self.depth < 2:
+            self.migrate()
+        elif draw < 0.87:
+            self.source = ModelledSource(self.clock, next(self.lives))
+            self.start_request()
+        elif draw < 0.875:
+            self.start_target()
+            raise Killed
+
+    def deliver_late(self, index):
+        message = self.late.pop(index)
+        with suppress(KVPoolError):
+            self.source.deliver(message)
+
+    def settle(self, reader):
+        """It writes no more; its blocks are given back as by a node's housekeeping."""
+        reader.unsettled = []
+        self.late_readers.remove(reader)
+        for entry in [entry for entry in self.quarantined if entry[1] is reader]:
+            entry[0].give_back()
+            self.quarantined.remove(entry)
+
+    def start_request(self, engine=None):
+        engine = self.source.engine if engine is None else engine
+        number = next(self.numbers)
+        head = self.random.choice([0, 0, 100])
+        token_ids = [*range(head, head + self.random.randrange(9)), *range(1000 * number, 1000 * number + 5)]
+        need = len(token_ids) // 4 + 1
+        if engine.manager.get_num_free_blocks() >= need:
+            engine.start(f"r{number}", token_ids)
+            self.prompts.append(token_ids)
+
+    def finish_request(self, engine):
+        requests = [found for found in engine.requests if found not in engine.site.list_frozen()]
+        if requests:
+            engine.finish(self.random.choice(requests))
+
+    # ---- what is tested --------------------------------------------------------------------------
+
+    def migrate(self):
+        self.depth += 1
+        try:
+            requests = list(self.source.engine.requests)
+            if not requests:
+                return
+            request_id = self.random.choice(requests)
+            subject, is_move = SequenceSubject(request_id), self.random.random() < 0.7
+            if self.random.random() < 0.25:
+                hashes = self.source.engine.requests[request_id].block_hashes
+                subject, is_move = PrefixSubject(tuple(hashes)), False
+            pull = self.make_pull(subject, is_move)
+            try:
+                pull.run()
+                while pull.phase is MigrationPhase.IN_DOUBT and self.random.random() < 0.7:
+                    self.disturb()
+                    pull.resolve()
+            except Killed:
+                if self.depth > 1:
+                    raise  # the outer one dies with it
+                return
+            self.check_outcome(pull)
+            self.check()
+        finally:
+            self.depth -= 1
+
+    def check_outcome(self, pull):
+        """A move is done only if its source has said so, or is not the one any more that lent the blocks."""
+        self.outcomes[pull.is_move, pull.phase] += 1
+        if pull.phase is MigrationPhase.DONE and pull.is_move and pull._offer.epoch == self.source.epoch:
+            assert self.source.model[pull.transfer_id] == "acknowledged"
+        if pull.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
+            assert pull.error is not None
+            assert pull.room is None
+
+    def check(self):
+        """All that has to be true at any time."""
+        for engine, pulls, transfers in (
+            (self.source.engine, [], self.source.transfers),
+            (self.target, self.pulls, None),
+        ):
+            pool_invariants.check(engine.pool)
+            invariants.check_manager_site(engine.site, engine.requests.values())
+            for request_id in engine.requests:
+                if request_id not in engine.site.list_frozen():
+                    engine.check_bytes(request_id)
+            engine.check_all_cached(self.prompts[-8:])
+            if transfers is not None:
+                invariants.check_source(transfers)
+            else:
+                unsettled = [lease for lease, _ in self.quarantined]
+                invariants.check_pulls(engine.site, pulls, unsettled)
+                invariants.check_references(engine.site, pulls)
+
+    def finish(self):
+        """The network is good, time passes, and what is under way comes to its end."""
+        self.is_calm = True
+        while self.late:
+            self.deliver_late(self.random.randrange(len(self.late)))
+        for pull in self.pulls:
+            pull.resolve()
+            assert pull.phase.is_ended, pull.phase
+        self.clock.now += 2 * LEASE_S
+        self.source.transfers.expire()
+        for reader in list(self.late_readers):
+            self.settle(reader)
+        self.check()
+        source, target = self.source.engine, self.target
+        for engine in (source, target):
+            assert engine.site.leases.list_leases() == []
+            assert engine.site.list_held_blocks() == []
+        both = source.requests.keys() & target.requests.keys()
+        copied = {
+            pull.subject.sequence_id
+            for pull in self.pulls
+            if isinstance(pull.subject, SequenceSubject) and not pull.is_move
+        }
+        assert both <= copied, f"{both} are at both sides, and only {copied} were copied"
+        for request_id in source.moved_away:
+            assert request_id not in source.requests
+        for engine in (source, target):
+            for request_id in list(engine.requests):
+                engine.finish(request_id)
+            assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+        self.check()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_used_twice_or_leaked_whatever_is_lost_late_or_twice(seed):
+    world = World(seed)
+    for _ in range(12):
+        world.start_request()
+        world.migrate()
+    world.finish()

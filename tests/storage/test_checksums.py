@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import xxhash
+from storage.made_storage import BLOCK_AXES, WAYS_TO_COPY, allocate, make_way
+
+from kv_pool.errors import InvalidBlockError
+from kv_pool.storage import checksums
+from kv_pool.storage.block_storage import make_host_buffer
+from kv_pool.storage.checksums import checksum_blocks
+
+
+@pytest.fixture(params=WAYS_TO_COPY)
+def way(request, monkeypatch):
+    return make_way(request.param, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_checksums_are_those_of_the_bytes_of_a_block(layout, way):
+    storage = allocate(way, layout)
+    ids = [6, 0, 3, 4, 3]
+    expected = [xxhash.xxh3_64_intdigest(storage.read_block(block_id)) for block_id in ids]
+    got = checksum_blocks(storage, ids)
+    assert got.dtype == np.uint64
+    assert got.tolist() == expected
+    assert checksum_blocks(storage, np.array(ids)).tolist() == expected
+    assert checksum_blocks(storage, []).tolist() == []
+
+
+def test_blocks_of_a_gpu_pass_through_a_small_buffer(way, monkeypatch):
+    storage = allocate(way, "L|BNHC")
+    expected = checksum_blocks(storage, range(7)).tolist()
+    for blocks in (1, 2, 7):
+        monkeypatch.setattr(checksums, "_BUFFER_BYTES", blocks * storage.block_bytes)
+        assert checksum_blocks(storage, range(7)).tolist() == expected
+
+
+def test_equal_blocks_of_two_layouts_have_equal_checksums(way):
+    one = allocate(way, "L|BNHC")
+    other = make_host_buffer(one.block_bytes, 7, one.block_format)
+    one.copy_to(other, [(block_id, 6 - block_id) for block_id in range(7)])
+    assert checksum_blocks(one, range(7)).tolist() == checksum_blocks(other, range(6, -1, -1)).tolist()
+
+
+def test_a_changed_byte_changes_its_block_and_no_other(way):
+    storage = allocate(way, "|BLNHC")
+    before = checksum_blocks(storage, range(7))
+    block = bytearray(storage.read_block(4))
+    block[-1] ^= 1
+    storage.write_block(4, block)
+    changed = np.flatnonzero(before != checksum_blocks(storage, range(7)))
+    assert changed.tolist() == [4]
+
+
+@pytest.mark.parametrize("block_id", [-1, 7])
+def test_blocks_that_are_not_there_are_refused(block_id, way):
+    with pytest.raises(InvalidBlockError, match="0 to 6"):
+        checksum_blocks(allocate(way, "L|BNHC"), [1, block_id])
