@@ -31,6 +31,7 @@ SHOWN = [
     "kv_pool.manager.preemption",
     "kv_pool.manager.request",
     "kv_pool.storage.kv_storage",
+    "kv_pool.tiers.formats.make_format",
 ]
 
 

@@ -43,8 +43,14 @@ from kv_pool.protocol import (
 )
 
 if TYPE_CHECKING:
+    from os import PathLike
+
+    from kv_pool.events.resident_state import ResidentState
     from kv_pool.migration.migrator import Migrator
+    from kv_pool.storage.block_layout import BlockLayout
     from kv_pool.storage.block_storage import BlockStorage
+    from kv_pool.tiers.dump.dump_reader import PoolDumpHeader
+    from kv_pool.tiers.pool_dump import LoadedPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +366,31 @@ class GPUKVPool(KVPoolProtocol):
                 self._retention.note_taken(hits)
                 self._hold(Holder(sequence_id, priority, self._clock()), hits)
             return [block.block_id for block in hits]
+
+    def dump(
+        self,
+        path: "str | PathLike[str]",
+        *,
+        layout: "BlockLayout | None" = None,
+        stream_state: "ResidentState | None" = None,
+    ) -> "PoolDumpHeader":
+        """Write what is cached to a file, with the bytes if there is a storage. See `tiers.pool_dump`.
+
+        The pool is locked meanwhile. Which sequences hold what is not in the file.
+        """
+        from kv_pool.tiers.pool_dump import dump_pool
+
+        with self._lock:
+            return dump_pool(
+                path, self.block_pool, storage=self._storage, layout=layout, stream_state=stream_state
+            )
+
+    def load(self, path: "str | PathLike[str]", *, layout: "BlockLayout | None" = None) -> "LoadedPool":
+        """Have cached what a file of `dump` says, before the first sequence. See `tiers.pool_dump`."""
+        from kv_pool.tiers.pool_dump import load_pool
+
+        with self._lock:
+            return load_pool(path, self.block_pool, storage=self._storage, layout=layout)
 
     # ---- giving back -----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """`PublisherConfig`: everything that can be said about a publisher, from Python, a mapping or a TOML file."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, Self
@@ -64,12 +64,14 @@ class PublisherConfig:
         max_queue_size: batches between the pool's thread and the publisher's.
         topic: what subscribers filter by. llm-d needs `kv@<pod id>@<model>`.
         data_parallel_rank: goes into every batch, and is added to the ports.
-        first_sequence: "zero" or "clock". llm-d with replay insists on a stream that starts at 0, and takes a
-            lower sequence for a restart. Dynamo's indexer does not: it drops batches until the old number is
-            passed, and keeps the blocks of the earlier life; nor does SMG when it sees the new numbers only
-            after they have passed the old one. For these take "clock", microseconds since the epoch: a
-            restart goes up and leaves a gap, which they ask to have filled, and a publisher that has a
-            `state` answers with a clear and what is there now. Dynamo takes that; SMG begins anew.
+        first_sequence: "zero", "clock", or a number. llm-d with replay insists on a stream that starts at 0,
+            and takes a lower sequence for a restart. Dynamo's indexer does not: it drops batches until the
+            old number is passed, and keeps the blocks of the earlier life; nor does SMG when it sees the new
+            numbers only after they have passed the old one. For these take "clock", microseconds since the
+            epoch: a restart goes up and leaves a gap, which they ask to have filled, and a publisher that has
+            a `state` answers with a clear and what is there now. Dynamo takes that; SMG begins anew. A number
+            is for an engine that goes on where it stopped, as a loaded pool does: the first batch is the next
+            one of the same stream, and has to say what is different now.
         when_full: "drop_oldest" or "drop_newest": which batch goes when the queue is full. Either is
             counted and leaves a hole in the sequence. The pool's thread never waits.
         heartbeat_s: an idle publisher sends an empty batch after so many seconds, by which readers notice
@@ -95,7 +97,7 @@ class PublisherConfig:
     max_queue_size: int = 100_000
     topic: str = ""
     data_parallel_rank: int = 0
-    first_sequence: Literal["zero", "clock"] = "zero"
+    first_sequence: Literal["zero", "clock"] | int = "zero"
     when_full: Literal["drop_oldest", "drop_newest"] = "drop_oldest"
     heartbeat_s: float | None = None
     positional: bool = False
@@ -107,7 +109,10 @@ class PublisherConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             _check_count(name, getattr(self, name), least)
-        _check_choice("first_sequence", self.first_sequence, ("zero", "clock"))
+        if isinstance(self.first_sequence, str):
+            _check_choice("first_sequence", self.first_sequence, ("zero", "clock"))
+        else:
+            _check_count("first_sequence", self.first_sequence, 0)
         _check_choice("when_full", self.when_full, ("drop_oldest", "drop_newest"))
         if self.heartbeat_s is not None and not self.heartbeat_s > 0:
             raise InvalidArgumentError(f"heartbeat_s is {self.heartbeat_s}; it is above 0, or None for none")
@@ -135,6 +140,12 @@ class PublisherConfig:
         if self.replay_endpoint is None:
             return None
         return offset_endpoint(self.replay_endpoint, self.data_parallel_rank)
+
+    def choose_first_sequence(self, clock: Callable[[], float]) -> int:
+        """The number of the first batch; `clock` gives seconds since the epoch."""
+        if isinstance(self.first_sequence, int):
+            return self.first_sequence
+        return int(clock() * 1_000_000) if self.first_sequence == "clock" else 0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

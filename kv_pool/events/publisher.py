@@ -83,7 +83,7 @@ class ZMQEventPublisher:
         self._is_closed = False
         self._give_up_s = float("inf")
 
-        first_sequence = int(clock() * 1_000_000) if config.first_sequence == "clock" else 0
+        first_sequence = config.choose_first_sequence(clock)
         self._first_sequence = first_sequence
         self._expected_number = 0
         self._must_clear = False

@@ -89,6 +89,8 @@ def test_an_unknown_key_is_told_with_the_known_ones(values):
         ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),
         ({"when_full": "block"}, "when_full"),
         ({"first_sequence": "one"}, "first_sequence"),
+        ({"first_sequence": -1}, "first_sequence"),
+        ({"first_sequence": True}, "first_sequence"),
         ({"heartbeat_s": 0}, "heartbeat_s is 0"),
         ({"linger_s": -1}, "linger_s is -1"),
         ({"linger_s": float("inf")}, "linger_s is inf"),

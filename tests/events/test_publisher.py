@@ -17,6 +17,7 @@ from kv_pool.errors import EndpointError, InvalidArgumentError, KVPoolError, Pub
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.config import GroupSpec
 from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
+from kv_pool.events.stream_state import StreamState
 
 MAKERS = {"null": NullEventPublisher, "zmq": make_publisher}
 
@@ -383,6 +384,23 @@ def test_a_restart_with_zero_goes_down_and_with_the_clock_up():
     assert first_batches["zero", 0] == first_batches["zero", 1] == [0, 1]
     assert first_batches["clock", 0] == [1700000003000000, 1700000003000001]
     assert first_batches["clock", 1] == [1700000004000000, 1700000004000001]
+
+
+def test_a_restart_with_a_number_goes_on_where_it_stopped():
+    """A reader of the first life misses nothing, and notices nothing."""
+    seen = []
+    first_sequence = 0
+    for life in range(2):
+        state = StreamState()
+        with (
+            make_publisher(state, first_sequence=first_sequence) as publisher,
+            Requester(publisher.replay_endpoint) as requester,
+        ):
+            publisher.publish([removed(life)])
+            publisher.publish([removed(life)])
+            seen += [sequence for sequence, _ in requester.ask_until(first_sequence, first_sequence + 1)]
+        first_sequence = state.last_sequence + 1
+    assert seen == [0, 1, 2, 3]
 
 
 # ---- CURVE -------------------------------------------------------------------------------------------

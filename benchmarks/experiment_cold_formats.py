@@ -1,0 +1,339 @@
+"""What do cold blocks lose in each format, as attention and the model see it? See benchmarks/README.md."""
+
+import argparse
+import json
+import math
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_block_pool import describe_run, find_version
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage, paged_attention
+from kv_pool.integrations.transformers.cache import attend_over_blocks
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.request import Request
+from kv_pool.storage.kv_storage import KVStorage
+from kv_pool.tiers.formats import BlockFormat, make_format
+from kv_pool.tiers.formats.block_axes import BlockAxes, read_axes
+from kv_pool.tiers.formats.int8 import make_int8_format
+
+CONTEXT, CONTINUATION = 448, 64
+WINDOW = CONTEXT + CONTINUATION
+OUTLIER_FACTOR, OUTLIER_PAIRS = 16.0, 2
+SHARED_SCALES = {"int8 K token, V token": ("D", "D"), "int8 K channel, V channel": ("N", "N")}
+"""Ways of int8 that were not chosen, for comparison."""
+
+Row = dict[str, Any]
+_queries: list[torch.Tensor] = []
+
+
+def attend_and_record(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Attention over blocks, whose queries are kept: (tokens, heads, head_size) a layer."""
+    _queries.append(query[0].transpose(0, 1).clone())
+    return attend_over_blocks(module, query, *args, **kwargs)
+
+
+AttentionInterface.register("kv_pool_recorded", attend_and_record)
+
+
+# ---- models ----------------------------------------------------------------------------------------
+
+
+def make_model(seed: int) -> Any:
+    """3 million parameters, bytes for tokens, random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.06,
+        eos_token_id=None,
+        bos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def read_text() -> tuple[bytes, bytes]:
+    """The standard library's modules, and a fifth of them to try on."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    held_out = [file for number, file in enumerate(files) if number % 5 == 0]
+    rest = [file for file in files if file not in held_out]
+    return b"".join(file.read_bytes() for file in rest), b"".join(file.read_bytes() for file in held_out)
+
+
+def train(model: Any, text: bytes, num_steps: int, seed: int) -> float:
+    """Some minutes of next-byte prediction; the mean loss of the last tenth of the steps, in nats."""
+    data = torch.tensor(np.frombuffer(text, np.uint8).astype(np.int64))
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=num_steps)
+    model.train()
+    losses = []
+    for _ in range(num_steps):
+        starts = torch.randint(len(data) - WINDOW, (6,), generator=generator)
+        batch = torch.stack([data[start : start + WINDOW] for start in starts.tolist()])
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    model.eval()
+    return statistics.fmean(losses[-max(1, num_steps // 10) :])
+
+
+@torch.no_grad()
+def add_outlier_channels(model: Any) -> None:
+    """Make some channels of the keys large, and those of the queries as much smaller: the same function.
+
+    Rotary embeddings turn channels d and d + head_size / 2 together, so both of a pair get the same factor.
+    The pairs are those that turn slowest, which is where trained models have them.
+    """
+    config = model.config
+    head_size, per_key_head = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    pairs = range(head_size // 2 - OUTLIER_PAIRS, head_size // 2)
+    channels = [channel for pair in pairs for channel in (pair, pair + head_size // 2)]
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for head in range(config.num_key_value_heads):
+            for channel in channels:
+                attention.k_proj.weight[head * head_size + channel] *= OUTLIER_FACTOR
+                for query_head in range(head * per_key_head, (head + 1) * per_key_head):
+                    attention.q_proj.weight[query_head * head_size + channel] /= OUTLIER_FACTOR
+
+
+# ---- one model, one block size ---------------------------------------------------------------------
+
+
+class ColdPrefix:
+    """A sequence whose first tokens are in blocks, to be written cold and read back, again and again.
+
+    The model computes in float32. Cold blocks are of float16; so is "raw", what the others are compared with.
+    """
+
+    def __init__(self, model: Any, token_ids: list[int], block_size: int) -> None:
+        self.model = model
+        pool = RunBlockPool(WINDOW // block_size + 2, True, block_size)
+        storage = allocate_storage(model, pool.num_gpu_blocks, block_size)
+        self.sequences = PagedSequences(KVCacheManager(pool), storage)
+        self.request = Request("r", token_ids, BlockHasher("sha256", block_size=block_size))
+        self.sequences.admit(self.request)
+        self.compute(CONTEXT)
+        self.slots = self.sequences.get_slots(self.request, 0, CONTEXT)
+        self.prefix = [storage.read(layer, self.slots) for layer in range(storage.num_layers)]
+        self.cold = KVStorage.allocate(
+            CONTEXT // block_size,
+            block_size,
+            storage.num_layers,
+            storage.num_kv_heads,
+            storage.head_size,
+            "float16",
+        )
+        for layer, (key, value) in enumerate(self.prefix):
+            self.cold.write(layer, range(CONTEXT), key.numpy().astype("f2"), value.numpy().astype("f2"))
+
+    @torch.no_grad()
+    def compute(self, num_tokens: int) -> torch.Tensor:
+        """Logits of the next tokens, (num_tokens, vocabulary)."""
+        cache = PagedCache(self.sequences, [self.request], [num_tokens], gathers=False)
+        logits: torch.Tensor = self.model(**cache.make_inputs()).logits[0]
+        return logits
+
+    def read_back(self, block_format: BlockFormat) -> None:
+        """Put into the prefix's slots what the format makes of its blocks."""
+        cold, storage = self.cold, self.sequences.storage
+        blocks = [np.frombuffer(cold.read_block(block), np.uint8) for block in range(cold.num_blocks)]
+        decoded = block_format.decode(block_format.encode(np.stack(blocks)))
+        there = KVStorage.allocate(
+            cold.num_blocks,
+            cold.block_size,
+            cold.num_layers,
+            cold.num_kv_heads,
+            cold.head_size,
+            "float16",
+        )
+        for block, row in enumerate(decoded):
+            there.write_block(block, row.tobytes())
+        for layer in range(cold.num_layers):
+            key, value = there.read(layer, range(CONTEXT))
+            storage.write(layer, self.slots, key.astype("f4"), value.astype("f4"))
+
+    @torch.no_grad()
+    def attend(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Attention of these queries of the continuation in each layer, over what is in the slots."""
+        table = self.sequences.manager.get_block_ids("r")
+        storage = self.sequences.storage
+        return [
+            paged_attention(query, storage, layer, [table], [WINDOW], [CONTINUATION])
+            for layer, query in enumerate(queries)
+        ]
+
+    def run_continuation(self) -> torch.Tensor:
+        """Log-probabilities at each token of the continuation, (CONTINUATION, vocabulary)."""
+        self.request.num_computed_tokens = CONTEXT
+        return self.compute(CONTINUATION).log_softmax(-1)
+
+
+def measure(model: Any, prompts: list[list[int]], block_size: int, makers: dict[str, Any]) -> list[Row]:
+    """A row for each format: means over the prompts, and over their continuations' tokens."""
+    found: dict[str, list[Row]] = {name: [] for name in makers}
+    bytes_per_block = {}
+    for token_ids in prompts:
+        cold = ColdPrefix(model, token_ids, block_size)
+        cold.read_back(make_format("raw", cold.cold))
+        _queries.clear()
+        raw = cold.run_continuation()
+        queries = list(_queries)
+        attended = cold.attend(queries)
+        targets = torch.tensor(token_ids[CONTEXT + 1 :])
+        for name, make in makers.items():
+            block_format = make(cold.cold)
+            bytes_per_block[name] = block_format.encoded_bytes
+            cold.read_back(block_format)
+            errors = [
+                float((lossy - exact).norm() / exact.norm())
+                for lossy, exact in zip(cold.attend(queries), attended, strict=True)
+            ]
+            logs = cold.run_continuation()
+            divergence = (raw.exp() * (raw - logs)).sum(-1)
+            loss = -logs[:-1].gather(1, targets[:, None]).mean()
+            found[name].append(
+                {
+                    "attention_error": statistics.fmean(errors),
+                    "worst_layer": max(errors),
+                    "top1": float((logs.argmax(-1) == raw.argmax(-1)).float().mean()),
+                    "kl": float(divergence.mean()),
+                    "loss": float(loss),
+                }
+            )
+            # The continuation's own K and V are the raw run's again, for attention in the next format.
+            cold.read_back(make_format("raw", cold.cold))
+            cold.run_continuation()
+    return [
+        {
+            "format": name,
+            "block_size": block_size,
+            "block_bytes": bytes_per_block[name],
+            **{key: statistics.fmean(row[key] for row in rows) for key in rows[0]},
+        }
+        for name, rows in found.items()
+    ]
+
+
+def list_makers(low_rank: tuple[str, ...]) -> dict[str, Callable[[KVStorage], BlockFormat]]:
+    makers: dict[str, Callable[[KVStorage], BlockFormat]] = {}
+    for name in ("raw", "int8", "fp8", *low_rank):
+        makers[name] = lambda storage, name=name: make_format(name, storage)  # type: ignore[misc]
+    for name, groups in SHARED_SCALES.items():
+        makers[name] = lambda storage, groups=groups: make_int8_format(read_axes(storage), *groups)  # type: ignore[misc]
+    return makers
+
+
+# ---- speed -----------------------------------------------------------------------------------------
+
+
+def measure_rates(num_blocks: int, runs: int) -> list[Row]:
+    """GB/s of raw bytes, one thread, blocks of 2 MiB: 32 layers, 8 heads of 128, 16 tokens."""
+    rows = []
+    for dtype in ("float16", "bfloat16", "float32"):
+        storage = KVStorage.allocate(1, 16, 32 if dtype != "float32" else 16, 8, 128, dtype)
+        axes: BlockAxes = read_axes(storage)
+        noise = np.random.default_rng(0).standard_normal((num_blocks, axes.num_elements), np.float32)
+        blocks = axes.from_floats(noise)
+        for name in ("int8", "fp8", "low_rank"):
+            block_format = make_format(name, storage)
+            few = blocks[: num_blocks if name != "low_rank" else 1]
+            encode_s, decode_s = [], []
+            for _ in range(runs):
+                start = time.perf_counter()
+                encoded = block_format.encode(few)
+                between = time.perf_counter()
+                block_format.decode(encoded)
+                encode_s.append(between - start)
+                decode_s.append(time.perf_counter() - between)
+            rows.append(
+                {
+                    "format": name,
+                    "dtype": dtype,
+                    "share": block_format.encoded_bytes / storage.block_bytes,
+                    "encode_gb_per_s": few.nbytes / statistics.median(encode_s) / 1e9,
+                    "decode_gb_per_s": few.nbytes / statistics.median(decode_s) / 1e9,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train-steps", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    options = parser.parse_args()
+    steps, num_prompts = (4, 1) if options.quick else (options.train_steps, options.prompts)
+    provenance = describe_run([])
+    provenance["versions"] |= {name: find_version(name) for name in ("torch", "transformers", "ml_dtypes")}
+
+    train_text, held_out = read_text()
+    starts = np.random.default_rng(options.seed).integers(0, len(held_out) - WINDOW, num_prompts).tolist()
+    prompts = [list(held_out[start : start + WINDOW]) for start in starts]
+    trained = make_model(options.seed)
+    loss = train(trained, train_text, steps, options.seed)
+    outliers = make_model(options.seed)
+    outliers.load_state_dict(trained.state_dict())
+    add_outlier_channels(outliers)
+    models = {"random weights": make_model(options.seed + 1), "trained": trained, "with outliers": outliers}
+    print(f"trained for {steps} steps, loss {loss:.2f} nats a byte (uniform: {math.log(256):.2f})")
+    print(f"{CONTEXT} cold tokens, {CONTINUATION} computed after them, {num_prompts} prompts\n")
+
+    rows = []
+    print(f"{'':<64} {'attention':>10} {'worst':>7} {'top-1':>7} {'KL':>8} {'loss':>7}")
+    print(
+        f"{'model':<14} {'tokens':>7}  {'format':<25}{'bytes':>8} {'share':>6} {'error':>10} {'layer':>7} "
+        f"{'agrees':>7} {'nats':>8} {'nats':>7}"
+    )
+    for name, model in models.items():
+        model.set_attn_implementation("kv_pool_recorded")
+        for block_size in (16, 64):
+            low_rank = ("low_rank:0.25", "low_rank:0.5", "low_rank:0.75")
+            found = measure(model, prompts, block_size, list_makers(low_rank))
+            for row in found:
+                row["model"] = name
+                row["share"] = row["block_bytes"] / found[0]["block_bytes"]
+                rows.append(row)
+                print(
+                    f"{name:<14} {block_size:>7}  {row['format']:<25}{row['block_bytes']:>8,} "
+                    f"{row['share']:>6.1%} {row['attention_error']:>10.3%} {row['worst_layer']:>7.2%} "
+                    f"{row['top1']:>7.1%} {row['kl']:>8.5f} {row['loss']:>7.3f}"
+                )
+    rates = measure_rates(1 if options.quick else 8, 1 if options.quick else 7)
+    print("\nblocks of 2 MiB, GB/s of raw bytes, one thread, median of 7 runs")
+    print("format    elements   share  encode  decode")
+    for row in rates:
+        print(
+            f"{row['format']:<9} {row['dtype']:<9} {row['share']:>6.1%} {row['encode_gb_per_s']:>7.2f} "
+            f"{row['decode_gb_per_s']:>7.2f}"
+        )
+    if options.json:
+        answer = {"provenance": provenance, "train_loss": loss, "rows": rows, "rates": rates}
+        options.json.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

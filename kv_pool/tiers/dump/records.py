@@ -1,0 +1,175 @@
+"""Records of a file, one after another, each with checksums: damage is noticed wherever it is.
+
+| magic, version | frame, payload | frame, payload | ... | frame, payload of END |
+
+frame = kind, its number in the file, bytes of the payload, xxh3_64 of the payload, xxh3_64 of all that
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from struct import Struct
+from typing import BinaryIO, NamedTuple
+
+import xxhash
+
+from kv_pool.errors import PoolDumpError, TierError
+
+MAGIC = b"kv_pool\x00"
+VERSION = 1
+
+_START = Struct("<8sQ")
+_FRAME = Struct("<IIQQ")
+_CHECKSUM = Struct("<Q")
+_Payload = bytes | bytearray | memoryview
+
+
+class RecordKind(IntEnum):
+    """What a record is about; they come in this order."""
+
+    HEADER = 1
+    ROWS = 2
+    COPIES = 3
+    EVENTS = 4
+    DATA = 5
+    END = 6
+
+
+class Frame(NamedTuple):
+    """What stands in front of a payload."""
+
+    kind: RecordKind
+    num_bytes: int
+    checksum: int
+
+
+class RecordWriter:
+    """Writes records one by one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_records = 0
+        file.write(_START.pack(MAGIC, VERSION))
+
+    def write(self, kind: RecordKind, payload: _Payload) -> None:
+        num_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        frame = _FRAME.pack(kind, self._num_records, num_bytes, xxhash.xxh3_64_intdigest(payload))
+        self._file.write(frame + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(frame)))
+        self._file.write(payload)
+        self._num_records += 1
+
+
+class RecordReader:
+    """Reads and checks records one by one.
+
+    Raises:
+        PoolDumpError: in any call: the file is no such file, of another version, cut off or damaged.
+    """
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file = file
+        self._path = path
+        self._num_records = 0
+        self._num_left = os.fstat(file.fileno()).st_size
+        magic, version = _START.unpack(self._read(_START.size))
+        if magic != MAGIC:
+            raise PoolDumpError(f"{path} is no dumped pool: it does not begin like one")
+        if version != VERSION:
+            raise PoolDumpError(f"{path} was written in version {version}; this one reads version {VERSION}")
+
+    def read_frame(self) -> Frame:
+        """What comes next; read its payload before the next one."""
+        packed = self._read(_FRAME.size)
+        (checksum,) = _CHECKSUM.unpack(self._read(_CHECKSUM.size))
+        kind, number, num_bytes, payload_checksum = _FRAME.unpack(packed)
+        if checksum != xxhash.xxh3_64_intdigest(packed) or number != self._num_records:
+            raise self.make_error(f"record {self._num_records} is not as it was written")
+        if num_bytes > self._num_left:
+            raise self.make_error("it was cut off")
+        try:
+            frame = Frame(RecordKind(kind), num_bytes, payload_checksum)
+        except ValueError:
+            raise self.make_error(f"record {number} is of kind {kind}") from None
+        self._num_records += 1
+        return frame
+
+    def read_payload(self, frame: Frame) -> bytes:
+        payload = self._read(frame.num_bytes)
+        self._check(frame, payload)
+        return payload
+
+    def read_payload_into(self, frame: Frame, buffer: memoryview) -> None:
+        """The same, into memory of exactly that size."""
+        if frame.num_bytes != buffer.nbytes:
+            raise self.make_error(f"a record of {frame.num_bytes} bytes in place of one of {buffer.nbytes}")
+        num_read = 0
+        while num_read < buffer.nbytes:
+            num_more = self._file.readinto(buffer[num_read:])  # type: ignore[attr-defined] # a buffered file has it
+            if not num_more:
+                raise self.make_error("it was cut off")
+            num_read += num_more
+        self._num_left -= num_read
+        self._check(frame, buffer)
+
+    def check_end(self) -> None:
+        """There is nothing behind the last record."""
+        if self._num_left:
+            raise self.make_error(f"{self._num_left} bytes follow its end")
+
+    def make_error(self, what: str) -> PoolDumpError:
+        return PoolDumpError(f"{self._path} is damaged: {what}. Nothing was loaded")
+
+    def _check(self, frame: Frame, payload: _Payload) -> None:
+        if xxhash.xxh3_64_intdigest(payload) != frame.checksum:
+            raise self.make_error(f"record {self._num_records - 1} is not as it was written")
+
+    def _read(self, num_bytes: int) -> bytes:
+        found = self._file.read(num_bytes)
+        if len(found) < num_bytes:
+            raise self.make_error("it was cut off")
+        self._num_left -= num_bytes
+        return found
+
+
+@contextmanager
+def replace_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` at once, when all of it is on the disk; or not at all.
+
+    Only its owner can read it.
+
+    Raises:
+        TierError: the folder is not there or not writable, the disk is full. What was at `path` is there.
+    """
+    whole = Path(path)
+    temporary = whole.with_name(f".{whole.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, whole)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(whole.parent)
+    except OSError as error:
+        raise TierError(f"nothing was dumped to {whole}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the folder's entries on the disk, where the system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

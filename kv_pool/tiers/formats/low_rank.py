@@ -1,0 +1,107 @@
+"""low_rank, an experiment: each head's tokens as a product of two thin matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.storage.dtypes import DTYPE_BYTES
+from kv_pool.tiers.formats.block_axes import BlockAxes
+from kv_pool.tiers.formats.block_format import ByteArray, check_rows
+from kv_pool.tiers.formats.floats import FLOATS, from_floats, to_floats
+
+DEFAULT_SIZE_RATIO = 0.5
+_CHUNK_ELEMENTS = 1 << 20
+
+
+class LowRankFormat:
+    """The truncated singular value decomposition of the (tokens, head_size) matrix of each layer, K/V, head.
+
+        (N, D)  is about  (N, rank) @ (rank, D),   in (N + D) * rank elements instead of N * D
+
+    Args:
+        size_ratio: encoded to raw bytes, at most; the rank is the largest that this allows, and at least 1.
+    Raises:
+        InvalidArgumentError: a ratio that is not above 0 and at most 1; or a block of one token or elements
+            so few that no rank saves anything.
+
+    Off by the singular values that are left out, which is as little as a matrix of this rank can be, and by
+    the rounding of the two factors to the element type. A block of 16 tokens has rank 16 at most, and half
+    the bytes leave 6 of these for heads of 64: what has no low rank by itself loses most of its content.
+    A matrix with anything in it that is not finite comes back as NaN all over.
+    """
+
+    def __init__(self, axes: BlockAxes, size_ratio: float = DEFAULT_SIZE_RATIO) -> None:
+        if not 0 < size_ratio <= 1:
+            raise InvalidArgumentError(f"size_ratio is {size_ratio}; it is above 0, and at most 1")
+        tokens, head_size = axes.get_size("N"), axes.get_size("D")
+        self.name = f"low_rank:{size_ratio:g}"
+        self.axes = axes
+        self.rank = max(1, int(size_ratio * tokens * head_size / (tokens + head_size)))
+        if (tokens + head_size) * self.rank >= tokens * head_size:
+            raise InvalidArgumentError(
+                f"a matrix of {tokens} tokens and {head_size} elements takes {tokens * head_size} elements, "
+                f"and two factors of rank {self.rank} take {(tokens + head_size) * self.rank}"
+            )
+        places = [axes.letters.index(letter) for letter in "L2HND"]
+        self._order = (0, *(1 + place for place in places))
+        self._ordered_shape = tuple(axes.shape[place] for place in places)
+        self._num_matrices = axes.num_elements // (tokens * head_size)
+        self._left, self._right = (tokens, self.rank), (self.rank, head_size)
+        num_elements = self._num_matrices * (tokens + head_size) * self.rank
+        self.encoded_bytes = num_elements * DTYPE_BYTES[axes.dtype]
+
+    def encode(self, blocks: ByteArray) -> ByteArray:
+        blocks = check_rows(blocks, self.axes.block_bytes)
+        encoded = np.empty((len(blocks), self.encoded_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            for some in self._iterate_chunks(len(blocks)):
+                encoded[some] = self._encode_chunk(blocks[some])
+        return encoded
+
+    def decode(self, encoded: ByteArray) -> ByteArray:
+        encoded = check_rows(encoded, self.encoded_bytes)
+        blocks = np.empty((len(encoded), self.axes.block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            for some in self._iterate_chunks(len(encoded)):
+                blocks[some] = self._decode_chunk(encoded[some])
+        return blocks
+
+    def _encode_chunk(self, blocks: ByteArray) -> ByteArray:
+        matrices = self.axes.to_floats(blocks).transpose(self._order)
+        left, right = self._factorise(matrices.reshape(-1, self._left[0], self._right[1]))
+        shape = (len(blocks), -1)
+        factors = np.concatenate([left.reshape(shape), right.reshape(shape)], axis=1)
+        return from_floats(factors, self.axes.dtype)
+
+    def _decode_chunk(self, encoded: ByteArray) -> ByteArray:
+        factors = to_floats(encoded, self.axes.dtype).astype(np.float64)
+        split = self._num_matrices * self._left[0] * self.rank
+        left = factors[:, :split].reshape(-1, *self._left)
+        right = factors[:, split:].reshape(-1, *self._right)
+        limit = FLOATS[self.axes.dtype]
+        matrices = np.clip(left @ right, -limit, limit).astype(np.float32)
+        ordered = matrices.reshape(-1, *self._ordered_shape)
+        return self.axes.from_floats(ordered.transpose(np.argsort(self._order)))
+
+    def _factorise(self, matrices: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """(m, N, D) to (m, N, rank) and (m, rank, D), singular values shared out between both."""
+        is_finite = np.isfinite(matrices).all((1, 2), keepdims=True)
+        finite = np.where(is_finite, matrices, 0)
+        # Numbers near the largest would overflow on the way.
+        largest = np.abs(finite).max((1, 2), keepdims=True)
+        largest = np.where(largest > 0, largest, np.float32(1))
+        left, values, right = np.linalg.svd(finite / largest, full_matrices=False)
+        roots = np.sqrt(values[:, : self.rank]) * np.sqrt(largest[:, 0])
+        poison = np.where(is_finite, np.float32(0), np.float32(np.nan))
+        return (
+            left[:, :, : self.rank] * roots[:, None, :] + poison,
+            right[:, : self.rank] * roots[:, :, None] + poison,
+        )
+
+    def _iterate_chunks(self, num_blocks: int) -> list[slice]:
+        step = max(1, _CHUNK_ELEMENTS // self.axes.num_elements)
+        return [slice(start, start + step) for start in range(0, num_blocks, step)]

@@ -1,0 +1,46 @@
+"""From a format's name to a format."""
+
+from __future__ import annotations
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.tiers.formats.block_axes import read_axes
+from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat
+from kv_pool.tiers.formats.fp8 import make_fp8_format
+from kv_pool.tiers.formats.int8 import make_int8_format
+from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
+
+FORMATS = ("raw", "int8", "fp8", "low_rank")
+
+
+def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
+    """The format of that name, for the blocks of a storage.
+
+        >>> from kv_pool.storage import KVStorage
+        >>> from kv_pool.tiers.formats import make_format
+        >>> storage = KVStorage.allocate(2, block_size=16, num_layers=2, num_kv_heads=4, head_size=64)
+        >>> [(name, make_format(name, storage).encoded_bytes) for name in ("raw", "int8", "low_rank:0.25")]
+        [('raw', 32768), ('int8', 17664), ('low_rank:0.25', 7680)]
+
+    Args:
+        name: one of `FORMATS`; `low_rank:0.5` says which share of the bytes it may take.
+        blocks: a storage, or a layout that was written down.
+    Raises:
+        InvalidArgumentError: no such name; or another than raw for blocks without axes of tokens, heads and
+            elements, or whose elements are neither float16, bfloat16 nor float32.
+        MissingDependencyError: fp8 without ml_dtypes.
+    """
+    kind, colon, ratio = name.partition(":")
+    if kind not in FORMATS or (colon and kind != "low_rank"):
+        raise InvalidArgumentError(f"no format {name!r}; there are {', '.join(FORMATS)}, and low_rank:RATIO")
+    if kind == "raw":
+        return RawFormat(blocks)
+    axes = read_axes(blocks)
+    if kind == "int8":
+        return make_int8_format(axes)
+    if kind == "fp8":
+        return make_fp8_format(axes)
+    try:
+        size_ratio = float(ratio) if colon else DEFAULT_SIZE_RATIO
+    except ValueError:
+        raise InvalidArgumentError(f"no format {name!r}: {ratio!r} is no number") from None
+    return LowRankFormat(axes, size_ratio)

@@ -1,0 +1,139 @@
+"""`ScaledFormat`: a byte an element, and a scale for each group of them; what int8 and fp8 have in common."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_pool.tiers.formats.block_axes import BlockAxes
+from kv_pool.tiers.formats.block_format import ByteArray, FloatArray, check_rows
+from kv_pool.tiers.formats.floats import FLOATS, narrow_up, widen
+
+_CHUNK_ELEMENTS = 1 << 18
+_SCALE_BYTES = 2
+
+
+class Codes(Protocol):
+    """One byte for a number between -largest and largest, and three bytes for what is not finite."""
+
+    largest: float
+    nan_byte: int
+    plus_infinity_byte: int
+    minus_infinity_byte: int
+
+    def to_bytes(self, values: FloatArray) -> ByteArray:
+        """Of numbers, none beyond `largest` by more than a rounding error."""
+
+    def from_bytes(self, codes: ByteArray) -> FloatArray:
+        """Numbers; anything for the three bytes of what is not finite."""
+
+
+class ScaledFormat:
+    """See `make_int8_format` and `make_fp8_format`.
+
+        |<-- codes, a byte an element, in the order of the block -->|<-- scales of K -->|<-- scales of V -->|
+
+    Args:
+        key_group, value_group: the axes of K and of V over which elements share a scale.
+
+    A scale is the largest finite magnitude of its group over `codes.largest`, as a bfloat16, rounded up: 2
+    bytes that reach as far as a float32, by which it is up to 1/128 larger than it needs to be. A group whose
+    largest magnitude is below 1e-42 may be all zeros. NaN and the infinities come back as they are, and count
+    in no scale.
+    """
+
+    def __init__(self, name: str, axes: BlockAxes, codes: Codes, key_group: str, value_group: str) -> None:
+        self.name = name
+        self.axes = axes
+        self.codes = codes
+        groups = (key_group, value_group) if axes.has_values else (value_group,)
+        self._groups = [axes.get_places(group) for group in groups]
+        kv_axis = axes.kv_place
+        part = [size for place, size in enumerate((0, *axes.shape)) if place != kv_axis]
+        self._scale_shapes = [
+            tuple(1 if place in group else size for place, size in enumerate(part))[1:]
+            for group in self._groups
+        ]
+        num_scales = sum(int(np.prod(shape)) for shape in self._scale_shapes)
+        self.encoded_bytes = axes.num_elements + num_scales * _SCALE_BYTES
+
+    def encode(self, blocks: ByteArray) -> ByteArray:
+        blocks = check_rows(blocks, self.axes.block_bytes)
+        encoded = np.empty((len(blocks), self.encoded_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            for some in self._iterate_chunks(len(blocks)):
+                self._encode_chunk(blocks[some], encoded[some])
+        return encoded
+
+    def decode(self, encoded: ByteArray) -> ByteArray:
+        encoded = check_rows(encoded, self.encoded_bytes)
+        blocks = np.empty((len(encoded), self.axes.block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            for some in self._iterate_chunks(len(encoded)):
+                blocks[some] = self._decode_chunk(encoded[some])
+        return blocks
+
+    def _iterate_chunks(self, num_blocks: int) -> list[slice]:
+        """Few enough blocks at a time that what is made on the way stays in the processor's cache."""
+        step = max(1, _CHUNK_ELEMENTS // self.axes.num_elements)
+        return [slice(start, start + step) for start in range(0, num_blocks, step)]
+
+    def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
+        num_elements = self.axes.num_elements
+        values = self.axes.to_floats(blocks)
+        is_finite = np.isfinite(values)
+        original = None
+        if not is_finite.all():
+            original = values.copy()
+            values[~is_finite] = 0
+        start = num_elements
+        for which, group in enumerate(self._groups):
+            part = self._get_part(values, which)
+            largest = np.abs(part).max(group, keepdims=True)
+            scales = narrow_up(np.ascontiguousarray(largest / np.float32(self.codes.largest)))
+            divisors = widen(scales)
+            divisors[divisors == 0] = 1  # of groups that are all zeros
+            np.divide(part, divisors, out=part)
+            end = start + scales[0].nbytes
+            encoded[:, start:end] = scales.reshape(len(blocks), -1).view(np.uint8)
+            start = end
+        codes = self.codes.to_bytes(values)
+        if original is not None:
+            codes[np.isnan(original)] = self.codes.nan_byte
+            codes[np.isposinf(original)] = self.codes.plus_infinity_byte
+            codes[np.isneginf(original)] = self.codes.minus_infinity_byte
+        encoded[:, :num_elements] = codes.reshape(len(blocks), num_elements)
+
+    def _decode_chunk(self, encoded: ByteArray) -> ByteArray:
+        num_blocks, num_elements = len(encoded), self.axes.num_elements
+        codes = encoded[:, :num_elements].reshape(num_blocks, *self.axes.shape)
+        values = self.codes.from_bytes(codes)
+        start = num_elements
+        for which, shape in enumerate(self._scale_shapes):
+            end = start + int(np.prod(shape)) * _SCALE_BYTES
+            scales = np.ascontiguousarray(encoded[:, start:end]).view(np.uint16)
+            part = self._get_part(values, which)
+            np.multiply(part, widen(scales).reshape(num_blocks, *shape), out=part)
+            start = end
+        limit = np.float32(FLOATS[self.axes.dtype])
+        np.clip(values, -limit, limit, out=values)  # a scale is rounded up, and the largest number with it
+        self._restore(codes, values)
+        return self.axes.from_floats(values)
+
+    def _get_part(self, values: FloatArray, which: int) -> FloatArray:
+        """K or V, a view without that axis."""
+        index: tuple[Any, ...] = (slice(None),) * self.axes.kv_place
+        part: FloatArray = values[(*index, which)]
+        return part
+
+    def _restore(self, codes: ByteArray, values: npt.NDArray[np.float32]) -> None:
+        for byte, value in (
+            (self.codes.nan_byte, np.nan),
+            (self.codes.plus_infinity_byte, np.inf),
+            (self.codes.minus_infinity_byte, -np.inf),
+        ):
+            is_there = codes == byte
+            if is_there.any():
+                values[is_there] = value

@@ -1,0 +1,115 @@
+"""Blocks with chosen numbers in them, and by how much a format may be off: from each format's definition."""
+
+import ml_dtypes
+import numpy as np
+
+from kv_pool.storage import KVStorage
+from kv_pool.tiers.formats import make_format
+
+DTYPES = ("float16", "bfloat16", "float32")
+LOSSY = ("int8", "fp8", "low_rank")
+UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
+"""Half the distance to the next number, by number; and the same where numbers are as close as they get."""
+SMALLEST_SCALE = 2.0**-133
+
+
+def numbers_of(dtype):
+    return np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+
+
+def make_storage(dtype="float16", layout="NHD", num_blocks=3, block_size=4, heads=3, head_size=8, layers=2):
+    return KVStorage.allocate(
+        num_blocks, block_size, layers, heads if "H" in layout or "F" in layout else 1, head_size, dtype,
+        layout=layout,
+    )  # fmt: skip
+
+
+def to_stored(values, dtype):
+    """Numbers as `KVStorage.write` takes them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = np.asarray(values).astype(numbers_of(dtype))
+    return made.view(np.uint16) if dtype == "bfloat16" else made
+
+
+def write_all(storage, values):
+    """Write values, (layers, 2, blocks * block_size, heads, head_size), to every slot."""
+    slots = np.arange(storage.num_slots)
+    for layer in range(storage.num_layers):
+        key, value = (to_stored(values[layer, which], storage.dtype) for which in range(2))
+        storage.write(layer, slots, key, value if storage.has_values else None)
+
+
+def read_all(storage):
+    """float64 of what is in every slot, (layers, 1 or 2, slots, heads, head_size)."""
+    slots = np.arange(storage.num_slots)
+    found = [
+        [part for part in storage.read(layer, slots) if part is not None]
+        for layer in range(storage.num_layers)
+    ]
+    array = np.array(found)
+    return (array.view(numbers_of("bfloat16")) if storage.dtype == "bfloat16" else array).astype(np.float64)
+
+
+def read_blocks(storage):
+    """(num_blocks, block_bytes), uint8."""
+    rows = [np.frombuffer(storage.read_block(block), np.uint8) for block in range(storage.num_blocks)]
+    return np.stack(rows)
+
+
+def pass_through(storage, name):
+    """Encode and decode all blocks; what was there before and what is there now, as `read_all` gives it."""
+    made = make_format(name, storage)
+    before = read_all(storage)
+    blocks = read_blocks(storage)
+    encoded = made.encode(blocks)
+    assert encoded.shape == (storage.num_blocks, made.encoded_bytes)
+    for block, row in enumerate(made.decode(encoded)):
+        storage.write_block(block, row.tobytes())
+    return before, read_all(storage)
+
+
+def find_bound(name, before, storage):
+    """The most that each element may be off, in the shape of `before`, for what is finite."""
+    layers, parts, slots, heads, head_size = before.shape
+    grouped = np.where(np.isfinite(before), np.abs(before), 0)
+    grouped = grouped.reshape(
+        layers, parts, slots // storage.block_size, storage.block_size, heads, head_size
+    )
+    relative, least = UNITS[storage.dtype]
+    if name == "low_rank":
+        matrices = np.moveaxis(grouped, 4, 3)
+        signed = np.moveaxis(before.reshape(grouped.shape), 4, 3)
+        is_finite = np.isfinite(signed).all((-1, -2), keepdims=True)
+        bound = find_low_rank_bound(
+            np.where(is_finite, signed, 0), make_format(name, storage).rank, relative, least
+        )
+        return np.moveaxis(np.broadcast_to(bound[..., None, None], matrices.shape), 3, 4).reshape(
+            before.shape
+        )
+    largest = np.empty_like(grouped)
+    for part in range(parts):
+        axes = (2, 4) if name == "fp8" else (2,) if part == 0 and parts == 2 else (4,)
+        largest[:, part] = grouped[:, part].max(axes, keepdims=True)
+    codes = 126 if name == "int8" else 416
+    scale = largest / codes * (1 + 2.0**-7) + SMALLEST_SCALE
+    size = grouped
+    coded = scale / 2 if name == "int8" else np.maximum(size / 16, scale / 1024)
+    in_float32 = (size + scale) * 2.0**-22  # two roundings on the way there, one on the way back
+    coded = coded + codes * 2.0**-149  # where a scale underflows
+    return ((coded + in_float32) * (1 + relative) + size * relative + least + 2.0**-149).reshape(before.shape)
+
+
+def find_low_rank_bound(matrices, rank, relative, least):
+    """What a matrix (..., N, D) may be off in the Frobenius norm, by Eckart, Young and rounding."""
+    tokens, head_size = matrices.shape[-2:]
+    values = np.linalg.svd(matrices, compute_uv=False)
+    kept, rest = values[..., :rank], values[..., rank:]
+    norm = np.sqrt((values**2).sum(-1))
+    tail = np.sqrt((rest**2).sum(-1))
+    # Each factor is rounded: a column l of one, a row r of the other, both as long as the root of its value.
+    lost = least * (np.sqrt(tokens) + np.sqrt(head_size))
+    factors = (kept * (2 * relative + relative**2) + np.sqrt(kept) * lost * (1 + relative)).sum(-1)
+    factors += rank * least**2 * np.sqrt(tokens * head_size)
+    decomposed = (tokens + head_size) * 2.0**-23 * norm
+    rounded = relative * (norm + tail) + least * np.sqrt(tokens * head_size)
+    return (tail + factors + decomposed + rounded) * (1 + 2.0**-10)

@@ -1,0 +1,603 @@
+"""A pool is dumped and loaded: what it hits, what it evicts, what it tells, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from drawing import ids
+
+from kv_pool import BlockAllocationRequest, BlockHasher, BlockPool, GPUKVPool, KVCacheManager, Request
+from kv_pool.contiguous import invariants as run_invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError, TierError
+from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_state import StreamState
+from kv_pool.storage import KVStorage
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers.pool_dump import dump_pool, load_pool, read_header
+
+HASHER = BlockHasher("sha256", block_size=4)
+POOLS = [BlockPool, RunBlockPool]
+SOURCE = Path(__file__).parent.parent
+
+
+def make_request(name, first, num_tokens):
+    return Request(name, range(first, first + num_tokens), HASHER)
+
+
+def cache(pool, first, num_tokens):
+    """A request's full blocks, cached and in use."""
+    request = make_request("r", first, num_tokens)
+    blocks = pool.get_new_blocks(num_tokens // 4)
+    pool.cache_full_blocks(request, blocks, 0, len(blocks), 4, 0)
+    return request, blocks
+
+
+def make_pool(kind=BlockPool, num_blocks=10, **options):
+    """Two sequences cached and free, the second one freed last, and a third one in use."""
+    pool = kind(num_blocks, True, 4, **options)
+    requests = []
+    for first, num_tokens in ((0, 12), (100, 8), (200, 12)):
+        request, blocks = cache(pool, first, num_tokens)
+        requests.append(request)
+        if first != 200:
+            pool.free_blocks(reversed(blocks))
+    return pool, requests
+
+
+def find(pool, request):
+    return ids(pool.find_cached_prefix(request.block_hashes, 100))
+
+
+def list_keys_by_eviction(pool):
+    """Take all blocks one by one: the keys that are lost, in that order."""
+    lost = []
+    while pool.get_num_free_blocks():
+        block = pool.free_block_queue.get_all_free_blocks()[0]
+        if block.block_hash is not None:
+            lost.append(block.block_hash)
+        pool.take_blocks([block])
+    return lost
+
+
+def picture(pool):
+    """All that a failed load could have changed."""
+    return (
+        ids(pool.free_block_queue.get_all_free_blocks()),
+        [(block.block_hash, block.ref_cnt, block.generation) for block in pool.blocks],
+        sorted(pool.cached_block_hash_to_block._cache),
+        pool.num_evictions,
+        list(pool.kv_event_queue),
+    )
+
+
+def check(pool):
+    invariants.check(pool)
+    if isinstance(pool, RunBlockPool):
+        run_invariants.check(pool)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_what_was_cached_is_hit_and_evicted_in_the_same_order(kind, tmp_path):
+    pool, requests = make_pool(kind)
+    hits = [find(pool, request) for request in requests]
+    header = dump_pool(tmp_path / "pool", pool)
+    loaded = kind(10, True, 4)
+    done = load_pool(tmp_path / "pool", loaded)
+    check(loaded)
+    assert (header.num_cached, done.num_blocks, done.num_dropped) == (8, 8, 0)
+    assert [find(loaded, request) for request in requests] == hits
+    assert loaded.get_num_free_blocks() == 9
+    in_use = pool.find_cached_prefix(requests[2].block_hashes, 3)
+    assert [block.block_hash_num_tokens for block in in_use] == [4, 8, 12]
+    pool.free_blocks(reversed(in_use))  # its head is the last to go
+    assert list_keys_by_eviction(loaded) == list_keys_by_eviction(pool)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_smaller_pool_has_what_was_used_last(kind, tmp_path):
+    pool, requests = make_pool(kind)
+    dump_pool(tmp_path / "pool", pool)
+    loaded = kind(6, True, 4)
+    done = load_pool(tmp_path / "pool", loaded)
+    check(loaded)
+    assert (done.num_blocks, done.num_dropped) == (5, 3)
+    assert [len(find(loaded, request)) for request in requests] == [0, 2, 3]
+    assert done.old_ids.tolist() == [5, 4, 8, 7, 6]
+    assert done.new_ids.tolist() == [5, 4, 3, 2, 1]
+
+
+def test_a_larger_pool_takes_its_empty_blocks_first(tmp_path):
+    pool, requests = make_pool()
+    dump_pool(tmp_path / "pool", pool)
+    loaded = BlockPool(100, True, 4)
+    load_pool(tmp_path / "pool", loaded)
+    loaded.get_new_blocks(91)
+    assert [len(find(loaded, request)) for request in requests] == [3, 2, 3]
+    loaded.get_new_blocks(1)
+    assert [len(find(loaded, request)) for request in requests] == [2, 2, 3]
+
+
+def test_of_two_copies_the_same_one_is_found(tmp_path):
+    pool = BlockPool(10, True, 4)
+    _, older = cache(pool, 0, 8)
+    request, newer = cache(pool, 0, 8)
+    pool.free_blocks(newer)
+    pool.free_blocks(older)
+    assert find(pool, request) == ids(older)
+    dump_pool(tmp_path / "pool", pool)
+    loaded = BlockPool(10, True, 4)
+    load_pool(tmp_path / "pool", loaded)
+    check(loaded)
+    assert find(loaded, request) == ids(older)
+    loaded.evict_blocks(ids(older))
+    assert find(loaded, request) == ids(newer)
+
+
+def test_all_keys_of_a_block_come_along(tmp_path):
+    pool = BlockPool(10, True, 2)
+    request = Request("r", range(8), BlockHasher("sha256", block_size=2))
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(request, blocks, 0, 2, 4, 0)
+    pool.cache_partial_block(request, blocks[0], 2, 0, 4)
+    pool.cache_partial_block(request, blocks[1], 6, 3, 4)
+    dump_pool(tmp_path / "pool", pool)
+    loaded = BlockPool(10, True, 2)
+    load_pool(tmp_path / "pool", loaded)
+    check(loaded)
+    for fine, group, block in ((0, 0, 0), (1, 0, 0), (2, 3, 1), (3, 0, 1)):
+        assert ids(loaded.get_cached_block(request.block_hashes[fine], [group])) == [blocks[block].block_id]
+    assert [loaded.blocks[i].block_hash_num_tokens for i in ids(blocks)] == [4, 8]
+
+
+def test_a_pool_without_anything_cached_is_dumped_too(tmp_path):
+    storage = KVStorage.allocate(10, 4, 1, 1, 2)
+    dump_pool(tmp_path / "pool", BlockPool(10, True, 4), storage=storage)
+    done = load_pool(tmp_path / "pool", BlockPool(10, True, 4), storage=storage)
+    assert (done.num_blocks, done.next_sequence) == (0, None)
+
+
+def test_the_pools_count_of_evictions_goes_on(tmp_path):
+    pool, _ = make_pool()
+    pool.evict_blocks([1, 2])
+    dump_pool(tmp_path / "pool", pool)
+    loaded = BlockPool(10, True, 4)
+    load_pool(tmp_path / "pool", loaded)
+    assert loaded.num_evictions == 2
+
+
+def fill(storage, seed=0):
+    rng = np.random.default_rng(seed)
+    for block in range(storage.num_blocks):
+        storage.write_block(block, rng.bytes(storage.block_bytes))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "BLNHC"])
+@pytest.mark.parametrize("num_blocks", [6, 10, 30])
+def test_bytes_follow_their_blocks_into_storages_of_other_sizes_and_layouts(layout, num_blocks, tmp_path):
+    pool, requests = make_pool()
+    storage = KVStorage.allocate(10, 4, 2, 3, 8)
+    fill(storage)
+    dump_pool(tmp_path / "pool", pool, storage=storage)
+    loaded, target = BlockPool(num_blocks, True, 4), KVStorage.allocate(num_blocks, 4, 2, 3, 8, layout=layout)
+    fill(target, 1)
+    done = load_pool(tmp_path / "pool", loaded, storage=target)
+    for old, new in zip(done.old_ids.tolist(), done.new_ids.tolist(), strict=True):
+        assert target.read_block(new) == storage.read_block(old)
+    for request in requests[1:]:
+        for old, new in zip(find(pool, request), find(loaded, request), strict=True):
+            assert target.read_block(new) == storage.read_block(old)
+
+
+def test_more_bytes_than_pass_through_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("kv_pool.tiers.dump.dump_reader.BATCH_BYTES", 1000)
+    monkeypatch.setattr("kv_pool.tiers.pool_dump.BATCH_BYTES", 700)
+    test_bytes_follow_their_blocks_into_storages_of_other_sizes_and_layouts("NHD", 6, tmp_path)
+
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+def make_told_pool(num_blocks=10):
+    pool, requests = make_pool(num_blocks=num_blocks, enable_kv_cache_events=True)
+    state = StreamState()
+    state.apply(pool.take_events(), 41)
+    return pool, requests, state
+
+
+def follow(pool):
+    mirror = PrefixMirror(learns_tokens=True)
+    mirror.apply("engine", pool.take_events())
+    return mirror
+
+
+@pytest.mark.parametrize("num_blocks", [6, 10])
+def test_readers_are_told_of_all_that_was_loaded_with_tokens(num_blocks, tmp_path):
+    pool, requests, state = make_told_pool()
+    header = dump_pool(tmp_path / "pool", pool, stream_state=state)
+    loaded = BlockPool(num_blocks, True, 4, enable_kv_cache_events=True)
+    done = load_pool(tmp_path / "pool", loaded)
+    assert header.next_sequence == done.next_sequence == 42
+    mirror = follow(loaded)
+    for request in requests:
+        found = mirror.find_prefix(list(request.block_hashes))
+        by_tokens = mirror.find_prefix_of_tokens(request.all_token_ids)
+        hit = len(find(loaded, request))
+        assert found == ({"engine": hit} if hit else {})
+        assert by_tokens == ({"engine": 4 * hit} if hit else {})
+
+
+def test_without_a_streams_state_readers_are_told_the_hashes(tmp_path):
+    pool, requests, _ = make_told_pool()
+    dump_pool(tmp_path / "pool", pool)
+    loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
+    done = load_pool(tmp_path / "pool", loaded)
+    assert done.next_sequence is None
+    mirror = follow(loaded)
+    assert mirror.find_prefix(requests[0].block_hashes) == {"engine": 3}
+    assert mirror.find_prefix_of_tokens(requests[0].all_token_ids) == {}
+
+
+def test_a_reader_of_the_old_stream_forgets_what_was_not_loaded(tmp_path):
+    """The publisher goes on counting, so that nothing else tells the reader of the restart."""
+    pool, requests, state = make_told_pool()
+    mirror = PrefixMirror()
+    mirror.apply("engine", state.take_snapshot()[1])
+    dump_pool(tmp_path / "pool", pool, stream_state=state)
+    loaded = BlockPool(6, True, 4, enable_kv_cache_events=True)
+    load_pool(tmp_path / "pool", loaded)
+    mirror.apply("engine", loaded.take_events())
+    assert [mirror.find_prefix(request.block_hashes) for request in requests] == [
+        {},
+        {"engine": 2},
+        {"engine": 3},
+    ]
+
+
+def test_each_copy_is_told_so_that_the_last_removal_counts(tmp_path):
+    pool = BlockPool(10, True, 4, enable_kv_cache_events=True)
+    _, older = cache(pool, 0, 8)
+    request, newer = cache(pool, 0, 8)
+    state = StreamState()
+    state.apply(pool.take_events())
+    dump_pool(tmp_path / "pool", pool, stream_state=state)
+    loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
+    load_pool(tmp_path / "pool", loaded)
+    after, mirror = StreamState(), PrefixMirror()
+    mirror.apply("engine", after.apply(loaded.take_events()))
+    loaded.evict_blocks(ids(older))
+    mirror.apply("engine", after.apply(loaded.take_events()))
+    assert mirror.find_prefix(request.block_hashes) == {"engine": 2}
+    loaded.evict_blocks(ids(newer))
+    mirror.apply("engine", after.apply(loaded.take_events()))
+    assert mirror.find_prefix(request.block_hashes) == {}
+
+
+def test_events_that_are_off_stay_off(tmp_path):
+    pool, _, state = make_told_pool()
+    dump_pool(tmp_path / "pool", pool, stream_state=state)
+    loaded = BlockPool(10, True, 4)
+    load_pool(tmp_path / "pool", loaded)
+    assert loaded.kv_event_queue == []
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+
+def refuse(error, path, pool, match, **options):
+    before = picture(pool)
+    with pytest.raises(error, match=match):
+        load_pool(path, pool, **options)
+    assert picture(pool) == before
+    check(pool)
+
+
+def test_pools_that_do_not_fit_are_refused(tmp_path):
+    path = tmp_path / "pool"
+    pool, _ = make_pool()
+    dump_pool(path, pool)
+    refuse(PoolDumpError, path, pool, "has 3 blocks in use and 8 keys")
+    free_but_cached, _ = make_pool()
+    free_but_cached.free_blocks(
+        [block for block in free_but_cached.blocks if block.ref_cnt and not block.is_null]
+    )
+    refuse(PoolDumpError, path, free_but_cached, "has 0 blocks in use and 8 keys")
+    refuse(PoolDumpError, path, BlockPool(10, False, 4), "enable_caching is False")
+    refuse(LayoutMismatchError, path, BlockPool(10, True, 8), "hash_block_size is 8 here and 4 there")
+    refuse(LayoutMismatchError, path, BlockPool(10, True, 4, medium="CPU"), "medium is 'CPU' here")
+    refuse(
+        LayoutMismatchError, path, BlockPool(10, True, 4, num_hash_lookahead_tokens=1), "num_hash_lookahead"
+    )
+
+
+def test_layouts_are_compared(tmp_path):
+    path = tmp_path / "pool"
+    pool, _ = make_pool()
+    storage = KVStorage.allocate(10, 4, 2, 3, 8)
+    here = BlockLayout.describe(storage, 4, HASHER)
+    dump_pool(path, pool, storage=storage, layout=here)
+    assert read_header(path).layout == here
+    empty = BlockPool(10, True, 4)
+    refuse(LayoutMismatchError, path, empty, "hash_algorithm is '' here", storage=storage)
+    other = BlockLayout.describe(storage, 4, BlockHasher("sha256", seed="another", block_size=4))
+    refuse(LayoutMismatchError, path, empty, "hash_seed is", storage=storage, layout=other)
+    refuse(LayoutMismatchError, path, empty, "what bytes and hashes mean was said when it was dumped")
+    refuse(PoolDumpError, path, empty, "there is no storage for them", layout=here)
+    wider = KVStorage.allocate(10, 4, 2, 3, 16)
+    refuse(LayoutMismatchError, path, empty, "block_format is", storage=wider)
+    refuse(
+        InvalidArgumentError, path, empty, "blocks of the layout are 768 bytes", storage=wider, layout=here
+    )
+    few = KVStorage.allocate(9, 4, 2, 3, 8)
+    refuse(InvalidArgumentError, path, empty, "has 9 blocks, the pool 10", storage=few, layout=here)
+    load_pool(path, empty, storage=storage, layout=here)
+
+    dump_pool(path, pool, layout=here)
+    empty = BlockPool(10, True, 4)
+    refuse(PoolDumpError, path, empty, "it has no bytes", storage=storage, layout=here)
+    refuse(LayoutMismatchError, path, empty, "hash_algorithm is", storage=storage)
+    assert load_pool(path, empty, layout=here).num_blocks == 8
+    dump_pool(path, pool)
+    refuse(LayoutMismatchError, path, BlockPool(10, True, 4), "now, and not when it was dumped", layout=here)
+
+
+def make_small_file(path):
+    """Of each kind of record at least one."""
+    pool = BlockPool(6, True, 4, enable_kv_cache_events=True)
+    cache(pool, 0, 4)
+    cache(pool, 0, 8)
+    state = StreamState()
+    state.apply(pool.take_events())
+    storage = KVStorage.allocate(6, 4, 1, 1, 2)
+    fill(storage)
+    dump_pool(path, pool, storage=storage, stream_state=state)
+    return storage
+
+
+def load_damaged(path, data):
+    path.write_bytes(data)
+    pool = BlockPool(6, True, 4, enable_kv_cache_events=True)
+    before = picture(pool)
+    with pytest.raises(PoolDumpError):
+        load_pool(path, pool, storage=KVStorage.allocate(6, 4, 1, 1, 2))
+    assert picture(pool) == before
+
+
+def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path):
+    make_small_file(tmp_path / "pool")
+    whole = (tmp_path / "pool").read_bytes()
+    for length in range(len(whole)):
+        load_damaged(tmp_path / "damaged", whole[:length])
+    load_damaged(tmp_path / "damaged", whole + b"\0")
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_file_in_which_any_bit_is_wrong_is_refused(bit, tmp_path):
+    make_small_file(tmp_path / "pool")
+    whole = (tmp_path / "pool").read_bytes()
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << bit
+        load_damaged(tmp_path / "damaged", bytes(data))
+    (tmp_path / "damaged").write_bytes(whole)
+    load_pool(tmp_path / "damaged", BlockPool(6, True, 4), storage=KVStorage.allocate(6, 4, 1, 1, 2))
+
+
+def test_records_in_another_order_or_left_out_are_refused(tmp_path):
+    """Each is whole, so no checksum of its own tells."""
+    make_small_file(tmp_path / "pool")
+    whole = (tmp_path / "pool").read_bytes()
+    records, place = [], 16
+    while place < len(whole):
+        end = place + 32 + int.from_bytes(whole[place + 8 : place + 16], "little")
+        records.append(whole[place:end])
+        place = end
+    assert len(records) > 5
+    for left_out in range(len(records)):
+        load_damaged(
+            tmp_path / "damaged", whole[:16] + b"".join(records[:left_out] + records[left_out + 1 :])
+        )
+    for first in range(len(records) - 1):
+        swapped = [*records[:first], records[first + 1], records[first], *records[first + 2 :]]
+        load_damaged(tmp_path / "damaged", whole[:16] + b"".join(swapped))
+
+
+def test_what_is_no_dumped_pool_says_so(tmp_path):
+    pool = BlockPool(6, True, 4)
+    refuse(PoolDumpError, tmp_path / "nothing", pool, "No such file")
+    refuse(PoolDumpError, tmp_path, pool, "Is a directory")
+    (tmp_path / "text").write_text("not a pool, but long enough for one to begin")
+    refuse(PoolDumpError, tmp_path / "text", pool, "is no dumped pool")
+    make_small_file(tmp_path / "pool")
+    data = bytearray((tmp_path / "pool").read_bytes())
+    data[8] = 9
+    (tmp_path / "newer").write_bytes(data)
+    refuse(PoolDumpError, tmp_path / "newer", pool, "written in version 9; this one reads version 1")
+    with pytest.raises(PoolDumpError):
+        read_header(tmp_path / "text")
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+def test_only_the_owner_can_read_the_file_and_nothing_else_is_left(tmp_path):
+    make_small_file(tmp_path / "pool")
+    make_small_file(tmp_path / "pool")
+    assert (tmp_path / "pool").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["pool"]
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path):
+    pool, _ = make_pool()
+    with pytest.raises(TierError, match=r"nothing was dumped to .*: No such file"):
+        dump_pool(tmp_path / "no" / "pool", pool)
+
+
+def test_a_state_that_can_not_be_read_leaves_the_old_file(tmp_path):
+    class Broken:
+        def iter_snapshot(self):
+            def fail():
+                raise RuntimeError("broken")
+                yield
+
+            return 3, fail()
+
+    make_small_file(tmp_path / "pool")
+    before = (tmp_path / "pool").read_bytes()
+    pool, _ = make_pool()
+    with pytest.raises(RuntimeError, match="broken"):
+        dump_pool(tmp_path / "pool", pool, stream_state=Broken())
+    assert (tmp_path / "pool").read_bytes() == before
+    assert os.listdir(tmp_path) == ["pool"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from tiers.test_pool_dump import make_pool, fill
+from kv_pool.errors import TierError
+from kv_pool.storage import KVStorage
+from kv_pool.tiers.pool_dump import dump_pool
+path = Path(sys.argv[1])
+pool, _ = make_pool()
+storage = KVStorage.allocate(10, 4, 2, 3, 8)
+dump_pool(path, pool, storage=storage)
+before = path.read_bytes()
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+fill(storage)
+try:
+    dump_pool(path, pool, storage=storage)
+except TierError as error:
+    print(error)
+print(path.read_bytes() == before, [each.name for each in path.parent.iterdir()])
+"""
+
+
+def run_python(code, *arguments, **options):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        **options,
+    )
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    told = run_python(FULL_DISK, tmp_path / "pool").stdout.splitlines()
+    assert told == [f"nothing was dumped to {tmp_path / 'pool'}: File too large", "True ['pool']"]
+
+
+DUMPING_FOR_EVER = """
+import itertools, sys
+from tiers.test_pool_dump import make_pool, fill
+from kv_pool.storage import KVStorage
+from kv_pool.tiers.pool_dump import dump_pool
+pool, _ = make_pool()
+storage = KVStorage.allocate(10, 4, 2, 3, 8)
+for number in itertools.count():
+    fill(storage, number)
+    dump_pool(sys.argv[1], pool, storage=storage)
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_dumps", [1, 2, 5, 9])
+def test_a_process_that_is_killed_while_it_dumps_leaves_a_whole_file(num_dumps, tmp_path):
+    path = tmp_path / "pool"
+    process = subprocess.Popen(
+        [sys.executable, "-c", DUMPING_FOR_EVER, str(path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    with process:
+        for _ in range(num_dumps):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read()
+    last = num_dumps - 1 + rest.count(b"\n")
+    pool, storage = BlockPool(10, True, 4), KVStorage.allocate(10, 4, 2, 3, 8)
+    done = load_pool(path, pool, storage=storage)
+    loaded = [storage.read_block(block_id) for block_id in done.new_ids.tolist()]
+    wanted = []
+    for number in (last, last + 1):  # the last one that was told, or one that was not told any more
+        written = KVStorage.allocate(10, 4, 2, 3, 8)
+        fill(written, number)
+        wanted.append([written.read_block(block_id) for block_id in done.old_ids.tolist()])
+    assert loaded in wanted
+
+
+# ---- managers, the adapter, other processes ---------------------------------------------------------
+
+
+def test_a_manager_over_a_loaded_pool_hits(tmp_path):
+    pool = BlockPool(20, True, 4)
+    manager = KVCacheManager(pool)
+    request = make_request("r", 0, 30)
+    manager.allocate_slots(request, 30)
+    dump_pool(tmp_path / "pool", pool)
+    again = BlockPool(20, True, 4)
+    load_pool(tmp_path / "pool", again)
+    after = KVCacheManager(again)
+    prefix = after.get_computed_blocks(make_request("again", 0, 30))
+    assert prefix.num_tokens == 28
+    assert after.allocate_slots(make_request("again", 0, 30), 2, prefix) is not None
+    check(again)
+
+
+def test_the_adapter_dumps_and_loads_with_its_storage(tmp_path):
+    def make():
+        storage = KVStorage.allocate(21, 4, 1, 1, 2)
+        return GPUKVPool(20, 4, storage=storage, enable_kv_cache_events=True), storage
+
+    pool, storage = make()
+    fill(storage)
+    layout = BlockLayout.describe(storage, 4, HASHER)
+    request = make_request("r", 0, 20)
+    block_ids = pool.allocate(BlockAllocationRequest(num_blocks=5, sequence_id=1))
+    pool.cache_prefix(1, request.block_hashes, request.all_token_ids)
+    state = StreamState()
+    state.apply(pool.take_events())
+    header = pool.dump(tmp_path / "pool", layout=layout, stream_state=state)
+    assert (header.num_cached, header.next_sequence) == (5, 1)
+
+    again, target = make()
+    assert again.load(tmp_path / "pool", layout=layout).num_blocks == 5
+    assert again.get_free_blocks() == 20
+    claimed = again.claim_prefix(7, request.block_hashes)
+    assert claimed == block_ids
+    assert [target.read_block(i) for i in claimed] == [storage.read_block(i) for i in block_ids]
+    assert follow(again).find_prefix(request.block_hashes) == {"engine": 5}
+    assert msgspec.to_builtins(read_header(tmp_path / "pool"))["num_blocks"] == 21
+
+
+LOADING = """
+import sys
+from tiers.test_pool_dump import make_request, find, check
+from kv_pool import BlockPool
+from kv_pool.storage import KVStorage
+from kv_pool.tiers.pool_dump import load_pool
+pool, storage = BlockPool(10, True, 4), KVStorage.allocate(10, 4, 2, 3, 8)
+load_pool(sys.argv[1], pool, storage=storage)
+check(pool)
+for first, num_tokens in ((0, 12), (100, 8), (200, 12)):
+    for block_id in find(pool, make_request("r", first, num_tokens)):
+        print(storage.read_block(block_id).hex())
+"""
+
+
+def test_another_process_has_the_same_bytes_for_the_same_tokens(tmp_path):
+    pool, requests = make_pool()
+    storage = KVStorage.allocate(10, 4, 2, 3, 8)
+    fill(storage)
+    dump_pool(tmp_path / "pool", pool, storage=storage)
+    told = run_python(LOADING, tmp_path / "pool").stdout.splitlines()
+    assert told == [storage.read_block(i).hex() for request in requests for i in find(pool, request)]
