@@ -184,9 +184,6 @@ class ManagerSite(MigrationSite):
         except BaseException:
             self._side.free_blocks(present[::-1])
             raise
-        tiers = self.manager.block_pool.colder_tiers
-        if tiers is not None:
-            tiers.store_pending()  # what was in these blocks, before other bytes arrive there
         room = Room([next(taken) if block is None else block for block in found], missing)
         self._rooms.append((room, request_id))
         return room
