@@ -15,6 +15,7 @@ from kv_pool.events import KVEventBatch, PublisherConfig, decode_batch, encode_b
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
+TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
 MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
@@ -32,6 +33,8 @@ SHOWN = [
     "kv_pool.manager.request",
     "kv_pool.storage.kv_storage",
     "kv_pool.tiers.formats.make_format",
+    "kv_pool.tiers.tier",
+    "kv_pool.tiers.tiered_cache",
 ]
 
 
@@ -108,6 +111,14 @@ def test_the_guide_for_schedulers_prints_what_it_says():
     assert told.stdout == output
 
 
+def test_the_guide_to_tiers_prints_what_it_says():
+    """One program from the first line to the last."""
+    code = "".join(re.findall(r"```python\n(.*?)```", TIERS_README, re.DOTALL))
+    output = "".join(re.findall(r"```\n\n```text\n(.*?)```", TIERS_README, re.DOTALL))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_the_publisher_on_the_page_about_events_can_be_configured_so(tmp_path):
     (tmp_path / "publisher.toml").write_text(re.search(r"```toml\n(.*?)```", EVENTS_README, re.DOTALL)[1])
     assert PublisherConfig.from_toml(tmp_path / "publisher.toml").topic == "kv@pod-1@a-model"
@@ -120,6 +131,7 @@ def test_links_in_the_documents_lead_somewhere():
         ROOT / "kv_pool" / "events" / "README.md",
         ROOT / "kv_pool" / "integrations" / "README.md",
         ROOT / "kv_pool" / "manager" / "README.md",
+        ROOT / "kv_pool" / "tiers" / "README.md",
         ROOT / "benchmarks" / "README.md",
     ):
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):

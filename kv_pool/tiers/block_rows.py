@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import Segment, SegmentTable
+from kv_pool.tiers.formats.block_format import BlockFormat
 
 ByteRows = npt.NDArray[np.uint8]
 
-BUFFER_BYTES = 32 * 1024 * 1024
+RAW = "raw"
+BUFFER_BYTES = 8 * 1024 * 1024
 """So many bytes of blocks at most are read or written in one piece of work; one block, where that is more."""
 
 
@@ -87,22 +88,6 @@ def is_ascending(block_ids: Sequence[int]) -> bool:
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
 
 
-class RowFormat(Protocol):
-    """How a tier writes blocks; a `BlockFormat` is one. None in its place: as they are.
-
-    Attributes:
-        name: written down beside the blocks.
-        encoded_bytes: what each block takes.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def encoded_bytes(self) -> int: ...
-
-    def encode(self, blocks: ByteRows, /) -> ByteRows:
-        """(n, block_bytes) to (n, encoded_bytes)."""
-
-    def decode(self, encoded: ByteRows, /) -> ByteRows:
-        """(n, encoded_bytes) to (n, block_bytes)."""
+def skip_raw(block_format: BlockFormat | None) -> BlockFormat | None:
+    """The format, or None for blocks that are kept as they are and need no coding."""
+    return None if block_format is None or block_format.name == RAW else block_format

@@ -15,7 +15,8 @@ from kv_pool.errors import InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import ByteRows, RowBuffer, RowFormat, view_rows
+from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, skip_raw, view_rows
+from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.slot_files import SlotFiles, SlotHeader, check_key
 from kv_pool.tiers.tier import Tier, TierRead
 from kv_pool.tiers.tier_folder import VERSION, Description, TierFolder
@@ -70,7 +71,7 @@ class DiskTier(Tier):
         folder: str | os.PathLike[str],
         capacity: int,
         layout: BlockLayout,
-        block_format: RowFormat | None = None,
+        block_format: BlockFormat | None = None,
         *,
         verifies: bool = True,
         medium: str = MEDIUM_STORAGE,
@@ -79,16 +80,17 @@ class DiskTier(Tier):
         self.layout = layout
         if layout.block_bytes < 1:
             raise InvalidArgumentError("the layout has blocks of 0 bytes; a Tier keeps those")
-        self._format = block_format
-        self._encoded_bytes = layout.block_bytes if block_format is None else block_format.encoded_bytes
+        self._format = skip_raw(block_format)
+        self._encoded_bytes = layout.block_bytes if self._format is None else self._format.encoded_bytes
         self._counts.block_bytes = self._encoded_bytes
         self._buffer = RowBuffer(layout.block_bytes, layout.block_format)
         self._encoded = RowBuffer(self._encoded_bytes, "encoded")
+        self.batch_blocks = self._buffer.num_blocks
         self._use = 0
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
         self._is_open = False
-        name = "raw" if block_format is None else block_format.name
+        name = RAW if self._format is None else self._format.name
         self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
         try:
             self._files = SlotFiles(self._folder.path, self._encoded_bytes)
@@ -147,6 +149,22 @@ class DiskTier(Tier):
         self._counts.num_read += len(found)
         self.drop_unreadable(failed)
         return TierRead(found, self._buffer.storage, range(len(found)), failed)
+
+    def load(
+        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[int]
+    ) -> list[BlockHashWithGroupId]:
+        rows = None if storage is None or self._format is not None else view_rows(storage)
+        if rows is None:
+            return super().load(keys, storage, block_ids)
+        # From the file to where they belong, without a buffer in between.
+        failed = [
+            key
+            for key, block_id in zip(keys, block_ids, strict=True)
+            if not self._read_row(key, self._slots.slot_of[key], rows[block_id])
+        ]
+        self._counts.num_read += len(keys) - len(failed)
+        self.drop_unreadable(failed)
+        return failed
 
     def get_slot(self, key: BlockHashWithGroupId) -> int:
         """Where it has a block that it has."""

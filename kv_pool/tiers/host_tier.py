@@ -11,7 +11,8 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import Segment, SegmentTable
-from kv_pool.tiers.block_rows import ByteRows, RowBuffer, RowFormat
+from kv_pool.tiers.block_rows import ByteRows, RowBuffer, skip_raw
+from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.tier import Tier, TierRead
 
 
@@ -32,20 +33,21 @@ class HostTier(Tier):
         self,
         capacity: int,
         beside: BlockStorage,
-        block_format: RowFormat | None = None,
+        block_format: BlockFormat | None = None,
         medium: str = MEDIUM_CPU,
     ) -> None:
         super().__init__(capacity, medium)
-        self._format = block_format
+        self._format = skip_raw(block_format)
         self._buffer = RowBuffer(beside.block_bytes, beside.block_format)
         self._storage: BlockStorage | None = None
-        if block_format is None:
+        if self._format is None:
             self._counts.block_bytes = beside.block_bytes
             self._storage = allocate_slab(capacity, beside)
             self._encoded: ByteRows = np.empty((0, 0), np.uint8)
         else:
-            self._counts.block_bytes = block_format.encoded_bytes
-            self._encoded = np.empty((capacity, block_format.encoded_bytes), np.uint8)
+            self._counts.block_bytes = self._format.encoded_bytes
+            self.batch_blocks = self._buffer.num_blocks
+            self._encoded = np.empty((capacity, self._format.encoded_bytes), np.uint8)
 
     def put(
         self,

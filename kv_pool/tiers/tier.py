@@ -74,10 +74,15 @@ class Tier:
         capacity: blocks it may hold, at least 1.
         medium: of its blocks in events and statistics: CPU or STORAGE.
 
+    Attributes:
+        has_bytes: it keeps the bytes of blocks.
+        batch_blocks: so many blocks at most are put or read by one call; 0 for no limit.
+
     A key is a block hash with its KV cache group. Not safe for several threads.
     """
 
     has_bytes = False
+    batch_blocks = 0
 
     def __init__(self, capacity: int, medium: str = MEDIUM_CPU) -> None:
         if not isinstance(capacity, int) or capacity < 1:
@@ -157,7 +162,7 @@ class Tier:
         """Store blocks that it has not, as the ones used last.
 
         Args:
-            keys: distinct; there is room for all.
+            keys: distinct; there is room for all, and no more than `batch_blocks`.
             storage, block_ids: where their bytes are, one block for each key; nothing for a tier without.
         Returns:
             Those that it has now: all, but for blocks that could not be written, which are counted.
@@ -175,6 +180,27 @@ class Tier:
         """
         self._counts.num_read += len(keys)
         return TierRead(keys, None, ())
+
+    def load(
+        self, keys: Sequence[BlockHashWithGroupId], storage: BlockStorage | None, block_ids: Sequence[int]
+    ) -> list[BlockHashWithGroupId]:
+        """Copy blocks that it has, however many, over blocks of a storage; otherwise as `read`.
+
+        Returns:
+            Keys that could not be read. Their targets may hold anything.
+        Raises:
+            CopyFailedError: the storage did not take them.
+        """
+        target_of = dict(zip(keys, block_ids, strict=storage is not None))
+        failed: list[BlockHashWithGroupId] = []
+        step = self.batch_blocks or len(keys) or 1
+        for start in range(0, len(keys), step):
+            read = self.read(keys[start : start + step])
+            failed.extend(read.failed)
+            if storage is not None and read.storage is not None and read.keys:
+                targets = [target_of[key] for key in read.keys]
+                read.storage.copy_to(storage, list(zip(read.block_ids, targets, strict=True)))
+        return failed
 
     def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Forget these keys; those that it had, each once."""

@@ -12,7 +12,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import count_batch_blocks, wrap_rows
+from kv_pool.tiers.block_rows import wrap_rows
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.prefetcher import Prefetcher
 from kv_pool.tiers.tier import Tier, TierStatistics
@@ -55,8 +55,8 @@ class TieredCache:
 
     **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
     writes: until then the blocks that were taken still hold their old bytes, and this is where they are
-    copied out. `store_pending()` before anything else overwrites or moves blocks: a compaction, a swap in,
-    a migration. Without bytes both do nothing.
+    copied out. `store_pending()` before anything else overwrites blocks that it has taken, or moves them;
+    compactions, swappers and migrations do that themselves. Without bytes both do nothing.
 
     What is stored are full blocks, by the key under which requests look for them. Partial blocks
     (`cache_partial_block`) are not, nor keys beyond a block's first: whoever hits those has the full block's
@@ -102,7 +102,6 @@ class TieredCache:
         self.storage = storage
         self.tiers = tuple(tiers)
         self.writes_through = write == "through"
-        self._batch = count_batch_blocks(storage.block_bytes) if storage is not None else 0
         # Of each group, learned from what is cached; only full blocks are stored.
         self._block_size_of: dict[bytes, int] = {}
         self._has_partial = False
@@ -346,16 +345,10 @@ class TieredCache:
         left = list(keys)
         for tier in self.tiers:
             here = [key for key in left if key in tier]
-            loaded: set[BlockHashWithGroupId] = set()
-            step = self._batch or len(here) or 1
-            for start in range(0, len(here), step):
-                read = tier.read(here[start : start + step])
-                self._tell_removed(tier, read.failed)
-                if self.storage is not None and read.storage is not None and read.keys:
-                    moves = list(zip(read.block_ids, (target_of[key] for key in read.keys), strict=True))
-                    read.storage.copy_to(self.storage, moves)
-                loaded.update(read.keys)
-            if loaded:
+            if here:
+                failed = tier.load(here, self.storage, [target_of[key] for key in here])
+                self._tell_removed(tier, failed)
+                loaded = set(here).difference(failed)
                 left = [key for key in left if key not in loaded]
         return left
 
@@ -390,7 +383,7 @@ class TieredCache:
         if not new:
             return
         id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
-        step = min(self._batch or tier.capacity, tier.capacity)
+        step = min(tier.batch_blocks or tier.capacity, tier.capacity)
         for start in range(0, len(new), step):
             some = new[start : start + step]
             num_missing = len(tier) + len(some) - tier.capacity
@@ -417,8 +410,9 @@ class TieredCache:
                 self._store(level + 1, outgoing, None, ())
             else:
                 missing = self.tiers[level + 1].touch(outgoing)
-                for start in range(0, len(missing), self._batch):
-                    read = tier.read(missing[start : start + self._batch])
+                step = tier.batch_blocks or len(missing) or 1
+                for start in range(0, len(missing), step):
+                    read = tier.read(missing[start : start + step])
                     self._store(level + 1, read.keys, read.storage, read.block_ids)
                     self._tell_removed(tier, read.failed)
         removed = tier.remove(outgoing)

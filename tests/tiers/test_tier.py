@@ -2,11 +2,17 @@
 
 import random
 
+import numpy as np
 import pytest
 from tiers.made_tiers import KINDS, Device, make_key, make_tier
 
 from kv_pool import InvalidArgumentError
+from kv_pool.storage import KVStorage
+from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.formats import make_format
+from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import Tier
 
 A, B, C, D, E = (make_key(name) for name in "ABCDE")
@@ -169,4 +175,27 @@ def test_a_tier_does_what_a_list_does(kind, seed, tmp_path):
             model = []
         assert tier.list_keys() == model
         invariants.check_tier(tier)
+    tier.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("name", ["raw", "int8", "low_rank:0.5"])
+def test_blocks_come_back_as_their_format_decodes_them(kind, name, tmp_path):
+    storage = KVStorage.allocate(6, block_size=4, num_layers=2, num_kv_heads=2, head_size=8)
+    rng = np.random.default_rng(0)
+    for tensor in storage.tensors:
+        tensor[...] = rng.standard_normal(tensor.shape)
+    block_format = make_format(name, storage)
+    rows = np.stack([np.frombuffer(storage.read_block(block_id), np.uint8) for block_id in range(3)])
+    expected = block_format.decode(block_format.encode(rows))
+    if kind == "host":
+        tier = HostTier(4, storage, block_format)
+    else:
+        tier = DiskTier(tmp_path, 4, BlockLayout.describe(storage, 4), block_format)
+    tier.put([A, B, C], storage, [0, 1, 2])
+    read = tier.read([A, B, C])
+    read.storage.copy_to(storage, list(zip(read.block_ids, [3, 4, 5], strict=True)))
+    for block_id, row in enumerate(expected, 3):
+        assert storage.read_block(block_id) == row.tobytes()
+    assert tier.get_statistics().block_bytes == block_format.encoded_bytes
     tier.close()

@@ -64,8 +64,7 @@ class PagedSequences:
         manager: of the pool that the blocks come from.
         storage: torch tensors with a block for each of the pool's and the manager's block size.
         run_length: what `get_fragmentation_rate` is about.
-        tiers: colder homes of the pool's blocks; `admit` reads back what they have of a request. Whoever
-            else writes to blocks or moves them calls their `store_pending` before.
+        tiers: colder homes of the pool's blocks; `admit` reads back what they have of a request.
     Raises:
         InvalidArgumentError: a storage that does not fit, or tiers of another pool or storage.
 
@@ -259,7 +258,6 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
-        self._store_pending()
         pool = self._get_run_pool()
         pinned = list(pool.get_watched_ids())
         if goal is None:
@@ -295,7 +293,6 @@ class PagedSequences:
             OutOfBlocksError: fewer blocks are free. In both cases nothing has changed.
             CopyFailedError: no block has moved, and none is taken.
         """
-        self._store_pending()
         pool = self._get_run_pool()
         watched = list(pool.get_watched_ids())
         run = compaction.take_run(
@@ -313,7 +310,7 @@ class PagedSequences:
         return self._get_run_pool().get_fragmentation_rate(self.run_length)
 
     def _store_pending(self) -> None:
-        """Blocks are about to be overwritten, or moved, other than by a step."""
+        """Blocks that were taken are about to be overwritten, and not by a step."""
         if self.tiers is not None:
             self.tiers.store_pending()
 

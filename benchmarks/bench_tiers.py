@@ -1,0 +1,305 @@
+"""What does a hit in a colder tier cost, and a step that writes back? See benchmarks/README.md."""
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+
+from kv_pool import BlockPool
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tiered_cache import TieredCache
+
+Prepare = Callable[[], None]
+BLOCK_SIZE = 16
+
+
+def time_call(call: Callable[[], object], prepare: Prepare | None = None) -> Sample:
+    """Milliseconds of `call`, without what prepares it."""
+
+    def sample() -> float:
+        if prepare is not None:
+            prepare()
+        start = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - start) / 1e6
+
+    return sample
+
+
+class Hashed:
+    """As much of a request as a pool without events reads."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.block_hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
+
+    @property
+    def keys(self) -> list[BlockHashWithGroupId]:
+        return [make_block_hash_with_group_id(block_hash, 0) for block_hash in self.block_hashes]
+
+
+class Bench:
+    """A pool of so many blocks in host memory, and tiers below it."""
+
+    def __init__(
+        self, num_blocks: int, block_bytes: int, make_tiers: Callable[["Bench"], list[Tier]]
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.array = np.ones((num_blocks + 1, block_bytes), np.uint8)
+        self.storage = BlockStorage.wrap_state([self.array])
+        self.layout = BlockLayout.describe(self.storage, BLOCK_SIZE)
+        self.pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
+        self.cache = TieredCache(self.pool, self.storage, make_tiers(self), max_prefetch_blocks=num_blocks)
+        self.ids = list(range(1, num_blocks + 1))
+        self.fill()
+
+    def fill(self) -> Hashed:
+        """Take every block anew, and let it be cached under a new key; what was there is pending."""
+        request: Any = Hashed(self.num_blocks)
+        blocks = self.pool.get_new_blocks(self.num_blocks)
+        self.pool.cache_full_blocks(request, blocks, 0, self.num_blocks, BLOCK_SIZE, 0)
+        self.pool.free_blocks(blocks)
+        hashed: Hashed = request
+        return hashed
+
+
+class PlainFile:
+    """Blocks in a file, read and written by plain calls: what a tier on disk is compared with."""
+
+    def __init__(self, path: Path, array: Any) -> None:
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.rows = list(array)
+        self.stride = -(-array.shape[1] // 4096) * 4096
+
+    def write(self) -> None:
+        for place, row in enumerate(self.rows):
+            os.pwrite(self.file, row, place * self.stride)
+
+    def read(self) -> None:
+        for place, row in enumerate(self.rows):
+            os.preadv(self.file, [row], place * self.stride)
+
+    def drop(self) -> None:
+        drop_pages(self.file)
+
+
+def drop_pages(file: int) -> None:
+    """Write a file's pages down, and ask the system to forget them."""
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def memmove_blocks(target: Any, source: Any) -> Callable[[], None]:
+    """Copies all rows of one array over those of another, a call each."""
+    pairs = [(to.ctypes.data, row.ctypes.data) for to, row in zip(target, source, strict=True)]
+    num_bytes = source.shape[1]
+
+    def move() -> None:
+        for to_address, from_address in pairs:
+            ctypes.memmove(to_address, from_address, num_bytes)
+
+    return move
+
+
+def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, dict[str, Sample]]:
+    """By title: the tier's sample first, then what it is compared with."""
+    to_host = Bench(num_blocks, block_bytes, lambda bench: [HostTier(2 * num_blocks, bench.storage)])
+    other = np.ones((num_blocks, block_bytes), np.uint8)
+    move = memmove_blocks(other, to_host.array[1:])
+    to_host.cache.flush()
+    in_host = Bench(num_blocks, block_bytes, lambda bench: [HostTier(2 * num_blocks, bench.storage)])
+    hit = in_host.fill()
+    in_host.fill()
+    in_host.cache.flush()
+
+    to_disk = Bench(
+        num_blocks,
+        block_bytes,
+        lambda bench: [
+            HostTier(num_blocks, bench.storage),
+            DiskTier(folder / "written", 3 * num_blocks, bench.layout),
+        ],
+    )
+    for _ in range(6):  # every tier is full, so that each step takes as much out as it puts in
+        to_disk.fill()
+        to_disk.cache.flush()
+    plain = PlainFile(folder / "plain", other)
+    plain.write()
+
+    on_disk = Bench(
+        num_blocks,
+        block_bytes,
+        lambda bench: [
+            HostTier(1, bench.storage),
+            DiskTier(folder / "read", 2 * num_blocks, bench.layout),
+        ],
+    )
+    read_hit = on_disk.fill()
+    on_disk.fill()
+    on_disk.cache.flush()
+    disk = on_disk.cache.tiers[1]
+    assert isinstance(disk, DiskTier)
+    kept = [key for key in read_hit.keys if key in disk]
+    ids = on_disk.ids[: len(kept)]
+    blocks_file = disk._files._blocks
+
+    def move_and_write() -> None:
+        move()
+        plain.write()
+
+    def read_back(cache: TieredCache, keys: list[BlockHashWithGroupId], block_ids: list[int]) -> None:
+        failed = cache.load(keys, block_ids)
+        assert not failed
+
+    ahead = Bench(
+        num_blocks,
+        block_bytes,
+        lambda bench: [
+            HostTier(2 * num_blocks, bench.storage),
+            DiskTier(folder / "ahead", 2 * num_blocks, bench.layout),
+        ],
+    )
+    asked = ahead.fill()
+    for _ in range(3):
+        ahead.fill()
+        ahead.cache.flush()
+
+    def ask_ahead() -> None:
+        """All blocks that are asked for are on disk alone, and have been read by the thread."""
+        host, disk = ahead.cache.tiers
+        assert all(key in disk for key in asked.keys)
+        host.clear()
+        ahead.cache.prefetch("bench", asked.keys)
+        ahead.cache.wait_for_prefetch()
+
+    return {
+        "write back to host memory": {
+            "flush": time_call(to_host.cache.flush, lambda: void(to_host.fill())),
+            "memmove": time_call(move),
+        },
+        "hit in host memory": {
+            "load": time_call(lambda: read_back(in_host.cache, hit.keys, in_host.ids)),
+            "memmove": time_call(move),
+        },
+        "one block hit in host memory": {
+            "load": time_call(lambda: read_back(in_host.cache, hit.keys[:1], [1])),
+            "memmove": time_call(memmove_blocks(other[:1], to_host.array[1:2])),
+        },
+        "write back to host memory, as many go on to disk": {
+            "flush": time_call(to_disk.cache.flush, lambda: void(to_disk.fill())),
+            "memmove and pwrite": time_call(move_and_write),
+        },
+        "hit on disk, in the page cache": {
+            "load": time_call(lambda: read_back(on_disk.cache, kept, ids)),
+            "preadv": time_call(plain.read),
+        },
+        "one block hit on disk, in the page cache": {
+            "load": time_call(lambda: read_back(on_disk.cache, kept[:1], [1])),
+            "preadv": time_call(lambda: os.preadv(plain.file, [plain.rows[0]], 0)),
+        },
+        "hit on disk, dropped from the page cache": {
+            "load": time_call(lambda: read_back(on_disk.cache, kept, ids), lambda: drop_pages(blocks_file)),
+            "preadv": time_call(plain.read, plain.drop),
+        },
+        "step that takes over what was read ahead": {
+            "flush": time_call(ahead.cache.flush, ask_ahead),
+            "memmove": time_call(move),
+        },
+    }
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def measure(num_blocks: int, block_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    print(f"{num_blocks} blocks of {block_bytes // 1024} KiB")
+    told = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for title, samples in make_samples(num_blocks, block_bytes, Path(folder)).items():
+            count = 1 if title.startswith("one block") else num_blocks
+            row = interleave(title, "ms", samples, options.runs)
+            (name, ours), (other, baseline) = row.samples.items()
+            low, median, high = summarize(ours)
+            share = summarize([theirs / mine for theirs, mine in zip(baseline, ours, strict=True)])[1]
+            rate = count * block_bytes / median / 1e6
+            figures = {"ms": median, "p10": low, "p90": high, "us_per_block": median * 1e3 / count}
+            figures |= {"gb_per_s": rate, "baseline_ms": summarize(baseline)[1], "of_baseline": share}
+            numbers = f"{median:>9.3f}{low:>9.3f}{high:>9.3f}{figures['us_per_block']:>10.1f}{rate:>8.2f}"
+            print(f"  {title:50}{numbers}{figures['baseline_ms']:>9.3f}{share:>8.0%}  {other}", flush=True)
+            told.append(
+                {
+                    "title": title,
+                    "num_blocks": count,
+                    "block_bytes": block_bytes,
+                    "call": name,
+                    "baseline": other,
+                    "figures": figures,
+                    "samples_ms": row.samples,
+                }
+            )
+    return told
+
+
+def describe_run(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "command": " ".join(["python", "benchmarks/bench_tiers.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": find_cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average_at_start": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: find_version(name) for name in ("kv_pool", "numpy", "xxhash")},
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 2048], help="sizes of a block")
+    parser.add_argument("--mib", type=int, default=64, help="of blocks that are moved at a time")
+    parser.add_argument("--folder", help="where the disk tiers are; the system's folder for temporary files")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: 4 MiB, 2 runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.mib, options.runs = 4, 2
+    if min(options.kib) < 4 or max(options.kib) > options.mib * 1024:
+        parser.error("blocks of 4 KiB or more, and one of them at least is moved at a time")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    provenance = describe_run(options)
+    for key, value in provenance.items():
+        listed = (
+            ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
+        )
+        print(f"{key:22}{listed}")
+    names = f"{'ms':>9}{'p10':>9}{'p90':>9}{'us/block':>10}{'GB/s':>8}{'beside':>9}{'rate':>8}"
+    print(f"\n{'':52}{names}")
+    rows = [row for kib in options.kib for row in measure(options.mib * 1024 // kib, kib * 1024, options)]
+    if options.json:
+        options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

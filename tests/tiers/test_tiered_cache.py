@@ -1,0 +1,312 @@
+"""What tiers tell the world, what they do without bytes, and which damage their invariants notice."""
+
+import numpy as np
+import pytest
+from tiers.tier_engine import TierEngine
+
+from kv_pool import (
+    AllBlocksCleared,
+    BlockHasher,
+    BlockPool,
+    BlockRemoved,
+    BlockStored,
+    BlockSwapper,
+    InvalidArgumentError,
+    KVCacheManager,
+    Request,
+)
+from kv_pool.contiguous.compaction import pack
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block_keys import make_external_block_hash
+from kv_pool.manager.kv_cache_spec import FullAttentionSpec
+from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.retention.directive import RetentionDirective
+from kv_pool.storage import BlockStorage
+from kv_pool.tiers import invariants
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tiered_cache import TieredCache
+
+HASHER = BlockHasher("sha256", "s", 4)
+
+
+def make_cache(num_blocks, *capacities, events=True, **options):
+    pool = BlockPool(num_blocks + 1, True, 4, events)
+    media = ["CPU", "STORAGE"]
+    tiers = [Tier(capacity, media[level]) for level, capacity in enumerate(capacities)]
+    return TieredCache(pool, None, tiers, enable_events=events, **options)
+
+
+def cache_request(cache, name, tokens, **options):
+    """A request whose full blocks are cached, and free."""
+    request = Request(name, tokens, HASHER, **options)
+    num_blocks = len(request.block_hashes)
+    blocks = cache.block_pool.get_new_blocks(num_blocks)
+    cache.block_pool.cache_full_blocks(request, blocks, 0, num_blocks, 4, 0)
+    cache.block_pool.free_blocks(reversed(blocks))
+    return request
+
+
+def names_of(request):
+    return [make_external_block_hash(block_hash) for block_hash in request.block_hashes]
+
+
+def test_what_goes_down_is_told_parents_first_with_tokens_and_before_what_it_leaves():
+    cache = make_cache(3, 9)
+    request = cache_request(cache, "a", range(100, 112), cache_salt="tenant", session_id="s1")
+    names = names_of(request)
+    cache.block_pool.take_events()
+    cache.block_pool.get_new_blocks(3)
+    stored, *removed = cache.block_pool.take_events()
+    assert stored == BlockStored(
+        names,
+        None,
+        list(range(100, 112)),
+        4,
+        None,
+        "CPU",
+        None,
+        extra_keys=[("tenant",), None, None],
+        group_idx=0,
+        session_id="s1",
+    )
+    assert removed == [BlockRemoved([name], "GPU", 0) for name in reversed(names)]
+
+
+def test_a_block_in_the_middle_is_told_with_its_parent():
+    cache = make_cache(3, 9)
+    request = cache_request(cache, "a", range(100, 112))
+    cache.block_pool.take_events()
+    middle = cache.block_pool.get_cached_block(request.block_hashes[1], [0])
+    cache.block_pool.take_blocks(middle)
+    stored, removed = cache.block_pool.take_events()
+    first, name, _ = names_of(request)
+    assert (stored.block_hashes, stored.parent_block_hash) == ([name], first)
+    assert (stored.token_ids, stored.medium) == ([104, 105, 106, 107], "CPU")
+    assert removed == BlockRemoved([name], "GPU", 0)
+
+
+def test_what_goes_on_down_is_stored_there_before_it_is_removed_here():
+    cache = make_cache(2, 1, 1)
+    a, b = (cache_request(cache, name, [number] * 4) for number, name in enumerate("ab"))
+    cache.block_pool.take_events()
+    cache.block_pool.get_new_blocks(2)
+    told = [
+        (type(event).__name__, event.medium, event.block_hashes) for event in cache.block_pool.take_events()
+    ]
+    assert told == [
+        ("BlockStored", "CPU", names_of(a)),
+        ("BlockStored", "STORAGE", names_of(a)),
+        ("BlockRemoved", "CPU", names_of(a)),
+        ("BlockStored", "CPU", names_of(b)),
+        ("BlockRemoved", "GPU", names_of(a)),
+        ("BlockRemoved", "GPU", names_of(b)),
+    ]
+
+
+def test_a_reset_is_told_once():
+    cache = make_cache(2, 4)
+    cache_request(cache, "a", range(8))
+    blocks = cache.block_pool.get_new_blocks(2)
+    cache.block_pool.free_blocks(blocks)
+    cache.block_pool.take_events()
+    assert cache.block_pool.reset_prefix_cache()
+    assert cache.block_pool.take_events() == [AllBlocksCleared()]
+    assert len(cache.tiers[0]) == 0
+
+
+def test_forgotten_blocks_and_closed_tiers_are_told():
+    cache = make_cache(2, 4)
+    request = cache_request(cache, "a", range(8))
+    cache.block_pool.get_new_blocks(2)
+    cache.block_pool.take_events()
+    keys = cache.tiers[0].list_keys()
+    cache.forget(keys[:1])
+    cache.close()
+    first, second = names_of(request)
+    assert cache.block_pool.take_events() == [
+        BlockRemoved([second], "CPU", 0),
+        BlockRemoved([first], "CPU", 0),
+    ]
+    assert cache.block_pool.colder_tiers is None
+
+
+def test_blocks_that_were_there_before_are_told_by_name_alone(tmp_path):
+    engine = TierEngine(tmp_path, num_blocks=4, num_host_blocks=1, events=True)
+    for number in range(3):
+        engine.compute(request := engine.make_request(f"r{number}", [number] * 9))
+        engine.manager.free(request)
+    on_disk = engine.cache.tiers[1].list_keys()
+    engine.restart_tiers()
+    engine.manager.take_events()
+    engine.cache.close()
+    engine.manager.take_events()
+    engine.open()
+    told = engine.manager.take_events()
+    assert len(told) == len(on_disk) > 0
+    for event in told:
+        assert (event.token_ids, event.block_size, event.parent_block_hash) == ([], 0, None)
+        assert (event.medium, event.kv_cache_spec_kind) == ("STORAGE", "full_attention")
+
+
+def test_what_is_told_of_blocks_is_forgotten_with_them():
+    cache = make_cache(4, 3)
+    for number in range(40):
+        cache_request(cache, f"r{number}", [number] * 8)
+    assert len(cache._events._labels) <= 2 * (5 + 3) + 2
+
+
+def test_no_events_unless_they_are_wanted():
+    cache = make_cache(2, 4, events=False)
+    cache_request(cache, "a", range(8))
+    cache.block_pool.get_new_blocks(2)
+    assert cache.block_pool.take_events() == []
+    with pytest.raises(InvalidArgumentError, match="the pool has none"):
+        TieredCache(BlockPool(4, True, 4), None, [Tier(4)], enable_events=True)
+
+
+def test_blocks_without_bytes_are_written_through_at_once():
+    cache = make_cache(4, 9, write="through")
+    cache_request(cache, "a", range(8))
+    assert len(cache.tiers[0]) == 2
+    cache.flush()
+    assert cache.get_statistics()[0].num_stored == 2
+
+
+def test_reading_ahead_without_bytes_is_done_at_once():
+    cache = make_cache(1, 2, 9)
+    for number in range(4):
+        cache_request(cache, f"r{number}", [number] * 4)
+    key = cache.tiers[1].list_keys()[0]
+    assert cache.find_tier(key) == 1
+    assert cache.prefetch("r", [key]) == 1
+    assert cache.find_tier(key) == 0
+    cache.cancel_prefetch("r")
+    assert cache.wait_for_prefetch()
+
+
+def test_blocks_that_a_retention_gives_up_go_to_the_tiers():
+    now = [0.0]
+    pool = BlockPool(5, True, 4)
+    retention = BlockRetention(pool, clock=lambda: now[0])
+    manager = KVCacheManager(pool, groups=[FullAttentionSpec(block_size=4)], retention=retention)
+    cache = TieredCache(pool, None, [Tier(9)])
+    request = Request("kept", range(9), HASHER)
+    retention.set_directives("kept", [RetentionDirective(0, 8, priority=90)])
+    manager.allocate_slots(request, 9)
+    request.num_computed_tokens = 9
+    manager.free(request)
+    other = Request("other", range(100, 116), HASHER)
+    manager.allocate_slots(other, 16)
+    assert set(cache.tiers[0].list_keys()) == {block_hash + bytes(4) for block_hash in request.block_hashes}
+
+
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [
+        ("X1", lambda cache: setattr(cache.tiers[0], "capacity", 1)),
+        (
+            "X2",
+            lambda cache: cache.tiers[0]._slots.slot_of.update(dict.fromkeys(cache.tiers[0].list_keys(), 0)),
+        ),
+        ("X3", lambda cache: cache.tiers[0]._slots._free.append(0)),
+        ("X4", lambda cache: cache.tiers[1]._files.wipe(0)),
+        ("X5", lambda cache: setattr(cache.block_pool, "colder_tiers", None)),
+        ("X6", lambda cache: setattr(cache, "_unwritten", dict.fromkeys([b"k"], (cache, 0)))),
+    ],
+)
+def test_damage_is_noticed_and_named(tmp_path, number, damage):
+    engine = TierEngine(tmp_path, num_host_blocks=2)
+    for first in range(4):
+        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
+        engine.manager.free(request)
+    invariants.check(engine.read_back)
+    engine.cache._written = dict.fromkeys([b"k"], (engine.cache, 0))
+    damage(engine.cache)
+    with pytest.raises(AssertionError, match=number):
+        invariants.check(engine.read_back)
+
+
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [
+        ("X7", lambda engine, plan: engine.read_back._open_plans.update(other=plan)),
+        ("X8", lambda engine, plan: engine.pool.touch(plan.list_blocks()[:1])),
+        ("X9", lambda engine, plan: engine.cache.hold(plan.keys[:1])),
+    ],
+)
+def test_a_plan_that_is_not_as_it_should_be_is_noticed(tmp_path, number, damage):
+    engine = TierEngine(tmp_path)
+    for first in range(4):
+        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
+        engine.manager.free(request)
+    request = engine.make_request("again", [0] * 17)
+    plan = engine.read_back.plan_read_back(request, engine.read_back.find_prefix(request))
+    invariants.check(engine.read_back)
+    damage(engine, plan)
+    with pytest.raises(AssertionError, match=number):
+        invariants.check(engine.read_back)
+
+
+def make_bytes(pool):
+    """An array with room for the hash of each block, and a storage over it."""
+    content = np.zeros((pool.num_gpu_blocks, 32), np.uint8)
+    return content, BlockStorage.wrap_state([content])
+
+
+def cache_bytes(cache, content, name, tokens):
+    """A step that fills blocks."""
+    request, pool = Request(name, tokens, HASHER), cache.block_pool
+    blocks = pool.get_new_blocks(len(request.block_hashes))
+    pool.cache_full_blocks(request, blocks, 0, len(blocks), 4, 0)
+    cache.flush()
+    for block, block_hash in zip(blocks, request.block_hashes, strict=True):
+        content[block.block_id] = np.frombuffer(block_hash, np.uint8)
+    return request, blocks
+
+
+def check_bytes(cache, tier):
+    read = tier.read(tier.list_keys())
+    for key, block_id in zip(read.keys, read.block_ids, strict=True):
+        assert read.storage.read_block(block_id) == key[:32]
+
+
+def test_a_compaction_does_not_overwrite_what_is_pending():
+    pool = RunBlockPool(9, True, 4)
+    content, storage = make_bytes(pool)
+    cache = TieredCache(pool, storage, [HostTier(8, storage)])
+    _, blocks = cache_bytes(cache, content, "a", range(32))
+    pool.free_blocks(blocks[:4])
+    taken = pool.get_new_blocks(4)
+    assert len(cache.list_pending()) == 4
+    pool.free_blocks(taken)
+    assert pack(pool, storage.apply_moves)
+    assert cache.list_pending() == []
+    assert (len(cache.tiers[0]), cache.num_dropped) == (4, 0)
+    check_bytes(cache, cache.tiers[0])
+
+
+def test_a_swap_does_not_overwrite_what_is_pending():
+    pool = BlockPool(9, True, 4)
+    host_pool = BlockPool(20, True, 4, medium="CPU")
+    content, storage = make_bytes(pool)
+    _, host_storage = make_bytes(host_pool)
+    cache = TieredCache(pool, storage, [HostTier(8, storage)])
+    manager = KVCacheManager(pool)
+    swapper = BlockSwapper(manager, host_pool)
+    swapped = Request("swapped", range(12), HASHER)
+    manager.allocate_slots(swapped, 12)
+    swapped.num_computed_tokens = 12
+    for block_id, block_hash in zip(manager.get_block_ids("swapped"), swapped.block_hashes, strict=True):
+        content[block_id] = np.frombuffer(block_hash, np.uint8)
+    swapper.swap_out(swapped).apply(lambda moves: storage.copy_to(host_storage, moves))
+    for number in range(3):
+        first = 100 * number + 100
+        _, blocks = cache_bytes(cache, content, f"r{number}", range(first, first + 32))
+        pool.free_blocks(blocks)
+    plan = swapper.swap_in(swapped)
+    assert cache.list_pending() == []
+    plan.apply(lambda moves: host_storage.copy_to(storage, moves))
+    cache.flush()
+    assert cache.num_dropped == 0
+    check_bytes(cache, cache.tiers[0])
