@@ -196,9 +196,6 @@ def main() -> None:
         f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s  "
         "share of raw, of the fastest   CPU ms, both processes"
     )
-    print(
-        f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s   share of raw (lowest-highest)"
-    )
     rows = []
     for block_kib in options.block_kib:
         for scattered in (False, True):
