@@ -12,7 +12,7 @@ SIZES = ("--blocks", "12", "--block-size", "8", "--trace-block-size", "8", "--sp
 
 
 def test_a_served_pool_shows_its_tiers(tmp_path):
-    records = [record(64, [8 * at + block for block in range(8)], 1, 1000 * at) for at in range(20)]
+    records = [record(64, [8 * at + block for block in range(8)], 1, 1000 * at) for at in range(12)]
     write_trace(tmp_path / "trace.jsonl", records)
     tiers = ("--host-tier", "20", "--disk-tier", "cold", "--disk-tier-blocks", "100", "--socket", "here.sock")
     with serving("trace.jsonl", *SIZES, *tiers, cwd=tmp_path):

@@ -88,6 +88,7 @@ def test_a_busy_pool_with_tiers_has_the_right_bytes(tmp_path, seed):
         "defrag_threshold": 0.05,
         "defrag_interval": 0,
         "max_evictions": 4,
+        "run_length": 2,
     }
     with replaying(tmp_path, [*records, LAST], **settings) as (replay, run):
         run(40)
