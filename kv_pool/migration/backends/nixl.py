@@ -190,6 +190,7 @@ class NixlReader(BlockReader):
         )
         self._under_way: list[Any] = []
         self._is_open = True
+        self._is_connected = True
 
     def read(
         self, transfer_id: bytes, remote_ids: Sequence[int], local_ids: Sequence[int], deadline: float
@@ -207,6 +208,9 @@ class NixlReader(BlockReader):
     def is_settled(self) -> bool:
         self._under_way = [handle for handle in self._under_way if self._look(handle)]
         return not self._under_way
+
+    def is_usable(self) -> bool:
+        return self._is_open and self._is_connected
 
     def close(self) -> None:
         self._is_open = False
@@ -232,6 +236,7 @@ class NixlReader(BlockReader):
             state = wait_for(self._agent, handle, deadline)
         except self._errors as error:
             if isinstance(error, self._final_errors):
+                self._is_connected = False
                 self._backend.forget(self._agent_name)
             elif handle is not None:
                 self._under_way.append(handle)

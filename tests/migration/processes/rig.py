@@ -10,7 +10,8 @@ from migration.processes import node_process
 from migration.processes.flaky_proxy import NO_FAULTS, Faults, FlakyProxy
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["migration.processes.node_process"])
+# Imported once, in the process that the others are forked from.
+CONTEXT.set_forkserver_preload(["kv_pool.migration.manager_site", "kv_pool.migration.migrator"])
 LEASE_S = 0.3
 NUM_BLOCKS = 64
 PATIENCE_S = 30.0
