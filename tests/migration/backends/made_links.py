@@ -25,8 +25,8 @@ REMOTE_BACKENDS = ["tcp", pytest.param("nixl", marks=pytest.mark.nixl)]
 BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE = 4, 3, 2, 8
 
 
-def make_kv(layout, num_blocks):
-    return KVStorage.allocate(num_blocks, BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE, "float16", layout=layout)
+def make_kv(layout, num_blocks, device="cpu"):
+    return KVStorage.allocate(num_blocks, BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE, "float16", device, layout)
 
 
 def make_rows(num_blocks, spans, padding, block_format):

@@ -61,6 +61,21 @@ def test_blocks_arrive_in_any_layout_of_the_format(kind, pair, make_link):
     reader.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "devices", [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:0")], ids=" to ".join
+)
+@pytest.mark.parametrize("kind", SERVING_BACKENDS)
+def test_blocks_of_a_gpu_arrive(kind, devices, make_link):
+    rng = random.Random(0)
+    link = make_link(kind, make_kv("NHD", 12, devices[0]), make_kv("BLNHC", 15, devices[1]))
+    for block_id in range(12):
+        link.source.write_block(block_id, rng.randbytes(link.source.block_bytes))
+    reader = link.open()
+    check_read(link, reader, [2, 3, 4, 9, 10], [5, 6, 7, 8, 1])
+    check_read(link, reader, list(range(12)), list(range(2, 14)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ALL_BACKENDS)
 def test_random_reads_equal_a_copy_block_by_block(kind, seed, make_link):

@@ -1,0 +1,69 @@
+"""What is `NixlBackend`'s alone; the rest is in the contract test."""
+
+import sys
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from migration.backends.made_links import LAYOUT_PAIRS, make_kv, make_rows
+
+from kv_pool.errors import MissingDependencyError, PeerUnavailableError
+from kv_pool.migration.backends.nixl import (
+    NixlBackend,
+    NixlDescription,
+    list_descriptors,
+    list_regions,
+    make_table,
+)
+
+
+def test_without_nixl_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(
+        MissingDependencyError, match=r"pip install 'kv_pool\[nixl\]'.*--no-deps nixl nixl-cu12"
+    ):
+        NixlBackend(make_kv("NHD", 4))
+
+
+@pytest.mark.parametrize("pair", LAYOUT_PAIRS)
+def test_registered_regions_are_apart_and_hold_every_span(pair):
+    for storage in LAYOUT_PAIRS[pair](5, 7):
+        regions = list(list_regions(storage))
+        assert all(begin < end for begin, end in regions)
+        assert all(before[1] < after[0] for before, after in pairwise(regions))
+        for row in storage.segments.to_segments():
+            for block_id in range(storage.num_blocks):
+                start = row.base_address + block_id * row.stride_bytes
+                assert any(begin <= start and start + row.span_bytes <= end for begin, end in regions)
+
+
+def test_descriptors_go_row_by_row():
+    table = make_rows(10, [8, 16], 4, "x").segments
+    got = list_descriptors(np.array([3, 1]), table)
+    assert got.tolist() == [3, 1, 13, 11]
+    assert got.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("bases", "strides", "spans"), [([], [], []), ([1], [1, 2], [1]), ([1, 2], [1, 2], [1])]
+)
+def test_columns_that_make_no_table_are_refused(bases, strides, spans):
+    with pytest.raises(PeerUnavailableError, match="columns"):
+        make_table(NixlDescription(b"", "DRAM", 0, 4, bases, strides, spans))
+
+
+@pytest.mark.nixl
+def test_a_closed_backend_leaves_no_thread_and_may_be_closed_again():
+    before = set(threading.enumerate())
+    backend = NixlBackend(make_kv("NHD", 4))
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"kv_pool nixl"}
+    backend.close()
+    backend.close()
+    assert not set(threading.enumerate()) - before
+
+
+@pytest.mark.nixl
+def test_nothing_is_printed(capfd):
+    NixlBackend(make_kv("NHD", 4)).close()
+    assert capfd.readouterr().out == ""
