@@ -50,7 +50,7 @@ def migration_status(
 def draw(found: MigrationList, limit: int) -> Table:
     """The last `limit` of them, oldest first."""
     table = Table(
-        title=f"node {found.name}: {len(found.migrations)} migrations",
+        title=f"node {found.name}: {len(found.migrations)} migration{'s' * (len(found.migrations) != 1)}",
         title_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
