@@ -25,8 +25,8 @@ class UntimedPool(GPUKVPool):
         return [block.block_id for block in self._allocate(request)]
 
     def free(self, block_ids: Sequence[int], sequence_id: int | None = None) -> None:
-        with self._lock:
-            self._drop(self._find_holders(block_ids, sequence_id))
+        with self.lock:
+            self._drop(self.holdings.find_drops(block_ids, sequence_id))
 
 
 class UntimedAgain(UntimedPool):

@@ -16,6 +16,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
 | `StaleLeaseError` | as `InvalidArgumentError` | a lease that has ended, or was never made here |
 | `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
+| `FrozenSequenceError` | as `InvalidArgumentError` | a sequence that a migration has at the moment |
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
 | `PlanClosedError` | `RuntimeError` | a swap plan that was committed or aborted before |
@@ -83,6 +84,10 @@ class StaleLeaseError(InvalidArgumentError):
 
 class UnknownSequenceError(InvalidArgumentError):
     """A sequence that holds no blocks here: freed twice, evicted, or never seen. Nothing has changed."""
+
+
+class FrozenSequenceError(InvalidArgumentError):
+    """A sequence that is on its way to another node, or from one. Nothing has changed; try again later."""
 
 
 class UnknownDeviceError(InvalidArgumentError):

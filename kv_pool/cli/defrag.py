@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kv_pool.cli.control_options import Json, Socket
+from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 
 
@@ -17,10 +17,11 @@ def defrag(
         int, typer.Option(help="Cached blocks that may be lost, where too few free ones are empty.", min=0)
     ] = 0,
     socket: Socket = None,
+    node: Node = None,
     json: Json = False,
 ) -> None:
     """Compact a running pool and show what that gave."""
-    with ControlClient(socket) as client:
+    with ControlClient(socket, node=node) as client:
         report = client.defragment(max_moves, max_evictions)
     if json:
         print(msgspec.json.encode(report).decode())

@@ -6,7 +6,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from kv_pool.cli.control_options import Json, Socket
+from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_picture import check_can_draw, draw_layout
 from kv_pool.control.layout_text import print_layout
@@ -14,6 +14,7 @@ from kv_pool.control.layout_text import print_layout
 
 def layout(
     socket: Socket = None,
+    node: Node = None,
     width: Annotated[
         int | None,
         typer.Option(help="Cells in a row, in the terminal. Default: a power of two that fits.", min=1),
@@ -26,7 +27,7 @@ def layout(
     """Draw which blocks of a running pool are free, cached, in use and pinned, and where runs lie."""
     if output is not None:
         check_can_draw(output)
-    with ControlClient(socket) as client:
+    with ControlClient(socket, node=node) as client:
         found = client.get_layout()
     if output is not None:
         draw_layout(found, output)

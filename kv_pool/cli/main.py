@@ -16,7 +16,11 @@ def main() -> None:
     from kv_pool.cli.events import events
     from kv_pool.cli.info import info
     from kv_pool.cli.layout import layout
+    from kv_pool.cli.migrate import migrate
+    from kv_pool.cli.migration_status import migration_status
+    from kv_pool.cli.peers import peers
     from kv_pool.cli.replay import replay
+    from kv_pool.cli.sequences import sequences
     from kv_pool.cli.serve import serve
     from kv_pool.cli.stats import stats
     from kv_pool.cli.sweep import sweep
@@ -34,6 +38,10 @@ def main() -> None:
     app.command()(stats)
     app.command()(defrag)
     app.command()(layout)
+    app.command()(sequences)
+    app.command()(migrate)
+    app.command(name="migration-status")(migration_status)
+    app.command()(peers)
     app.command()(events)
     app.command()(info)
     try:

@@ -5,6 +5,7 @@ import select
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from threading import Event
 from typing import Annotated
 
@@ -13,14 +14,16 @@ from rich.console import Console
 
 from kv_pool.cli import options
 from kv_pool.cli.publishing import describe_publisher, open_publisher
+from kv_pool.control.live_node import LiveNode
 from kv_pool.control.live_replay import LiveReplay
-from kv_pool.control.serve_settings import ServeSettings, read_settings
+from kv_pool.control.serve_settings import ServeSettings, check_is_node, read_settings
 from kv_pool.control.server import ControlServer
 from kv_pool.replay.trace import BUNDLED_TRACES
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _DEFAULTS = ServeSettings()
 _DEFRAG = "Compaction"
+_NODES = "Nodes"
 
 
 def serve(
@@ -77,6 +80,65 @@ def serve(
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: Annotated[str | None, typer.Option(help="Of the trace: ms or s. Default: ms.")] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds. Default: until Ctrl-C.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the pool a node of this name: sequences can move from it and to it.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where other nodes reach it; port 0 for a free one. Default: 127.0.0.1:0.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=HOST:PORT", help="Another node; may be repeated.", rich_help_panel=_NODES),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A TOML file with other nodes ([[peers]]) and what it costs to reach them ([links.rack]).",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|HOST:PORT",
+            help="The node that tells who else is there. Default: this one, for others.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    secret_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What all nodes know, 16 bytes or more. Default: a file of this user's, made when it is "
+            "needed, which does for nodes of one machine.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    block_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Of each block of a node; the bytes are made up. Default: {_DEFAULTS.block_bytes}.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    max_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="What the node reads in a second at most, such as 100MB/s. Default: no limit.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
     publish_config: options.PublishConfig = None,
@@ -88,22 +150,45 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Run a pool under a trace in real time; ask it with kv-pool stats, defrag and layout meanwhile."""
+    """Run a pool under a trace in real time; ask it with kv-pool stats, defrag and layout meanwhile.
+
+    With --name the pool is a node, and sequences move between it and others: kv-pool migrate.
+    """
     # All options, by the names that they have in a file.
-    given = {name: value for name, value in locals().items() if name != "config"}
+    given = {option: value for option, value in locals().items() if option != "config"}
     settings = read_settings(config, given)
-    with open_publisher(settings.publish, settings.publish_replay, settings.publish_config) as publisher:
+    check_is_node(settings)
+    with (
+        open_publisher(settings.publish, settings.publish_replay, settings.publish_config) as publisher,
+        ExitStack() as stack,
+    ):
         replay = LiveReplay(settings, publisher=publisher)
         asked_to_end = _catch_signals()
-        with ControlServer(replay.pool, settings.socket) as server:
-            where = "" if settings.socket is None else f" --socket {server.path}"
-            events = "" if publisher is None else f", or: {describe_publisher(publisher)}"
-            print(
-                f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
-                f"{server.path}; in a second terminal: kv-pool stats{where}{events}",
-                flush=True,
-            )
-            _run(replay, settings.duration, asked_to_end)
+        node = None
+        if settings.name is not None:
+            node = stack.enter_context(LiveNode(replay.pool, settings, owner=replay))
+        server = stack.enter_context(ControlServer(replay.pool, settings.socket, node=node))
+        where = "" if node is None else f" --node {node.migrator.name}"
+        where = where if settings.socket is None else f" --socket {server.path}"
+        events = "" if publisher is None else f", or: {describe_publisher(publisher)}"
+        first_line = (
+            f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
+            f"{server.path}; in a second terminal: kv-pool stats{where}{events}"
+        )
+        print(first_line, flush=True)
+        if node is not None:
+            print(f"{describe_node(node)}", flush=True)
+        _run(replay, settings.duration, asked_to_end)
+
+
+def describe_node(node: LiveNode) -> str:
+    """Where a node is, and how another one gets to know it."""
+    name, address = node.migrator.name, node.migrator.address
+    another = "b" if name == "a" else "a"
+    return (
+        f"node {name} listens at {address}; for another one: kv-pool serve --name {another} "
+        f"--registry {address}"
+    )
 
 
 def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:

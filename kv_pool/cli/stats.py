@@ -3,14 +3,14 @@
 import msgspec
 
 from kv_pool.adapter.statistics import PoolStatistics
-from kv_pool.cli.control_options import Json, Socket
+from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.metrics.latency import CallLatency
 
 
-def stats(socket: Socket = None, json: Json = False) -> None:
+def stats(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     """Show the counts, shares and latencies of a running pool."""
-    with ControlClient(socket) as client:
+    with ControlClient(socket, node=node) as client:
         statistics = client.get_statistics()
     if json:
         print(msgspec.json.encode(statistics).decode())

@@ -9,16 +9,23 @@ from typing import TypeVar
 from kv_pool.adapter.layout import PoolLayout
 from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.control.messages import (
+    CancelCommand,
     Command,
     DefragCommand,
     DefragReport,
     LayoutCommand,
+    MigrateCommand,
+    MigrationsCommand,
+    PeersCommand,
+    SequencesCommand,
     StatsCommand,
     decode_reply,
     encode_command,
 )
-from kv_pool.control.socket_path import resolve_path
+from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList
+from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
+from kv_pool.migration.status import MigrationStatus
 
 _Result = TypeVar("_Result")
 
@@ -30,7 +37,9 @@ class ControlClient:
             print(client.get_statistics().utilization)
 
     Args:
-        path: of the socket; None for `socket_path.get_default_path()`.
+        path: of the socket; None for that of the node, or the default one; see `socket_path.find_path`.
+        node: the node whose pool is meant, by its name.
+        not_node: where neither is given and one node is served, it is not this one.
         timeout_s: how long to wait for an answer. A pool answers when its engine lets go of it.
     Raises:
         ControlError: no pool is served there, or not to this user.
@@ -38,8 +47,15 @@ class ControlClient:
     Every method raises ControlError where the connection breaks, and otherwise what the pool raised.
     """
 
-    def __init__(self, path: str | Path | None = None, *, timeout_s: float = 60.0) -> None:
-        self.path = resolve_path(path)
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        node: str | None = None,
+        not_node: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.path = find_path(path, node, not_node)
         self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -74,6 +90,32 @@ class ControlClient:
     def get_layout(self) -> PoolLayout:
         """See `GPUKVPool.get_layout`."""
         return self._ask(LayoutCommand(), PoolLayout)
+
+    def list_sequences(self) -> SequenceList:
+        """The sequences that hold blocks, the last one accessed last."""
+        return self._ask(SequencesCommand(), SequenceList)
+
+    def migrate(
+        self, sequence_id: int | None, target: str, *, is_move: bool = True, max_bytes_per_s: float = 0.0
+    ) -> MigrationStatus:
+        """See `LiveNode.migrate`; it has begun when this returns."""
+        return self._ask(MigrateCommand(target, sequence_id, is_move, max_bytes_per_s), MigrationStatus)
+
+    def list_migrations(self) -> MigrationList:
+        """The node's migrations that run, and the last that have ended, oldest first."""
+        return self._ask(MigrationsCommand(), MigrationList)
+
+    def get_migration(self, migration_id: str) -> MigrationStatus:
+        """One migration, now. Raises InvalidArgumentError where the node does not know it."""
+        return self._ask(MigrationsCommand(migration_id), MigrationList).migrations[0]
+
+    def cancel_migration(self, migration_id: str) -> MigrationStatus:
+        """Have one given up, if it is not too late: its phase says."""
+        return self._ask(CancelCommand(migration_id), MigrationStatus)
+
+    def list_peers(self) -> PeerList:
+        """The nodes that the node knows, each of which is asked."""
+        return self._ask(PeersCommand(), PeerList)
 
     def _ask(self, command: Command, result_type: type[_Result]) -> _Result:
         try:

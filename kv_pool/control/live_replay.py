@@ -5,16 +5,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
+from zlib import crc32
+
+import msgspec
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.pressure import LRUEviction
 from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.control.block_contents import BlockContents
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.protocol import BlockAllocationRequest
-from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.replay_request import ReplayRequest, RequestState
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates
 
@@ -33,6 +37,7 @@ class _Running:
         num_blocks: held.
         computed_s: when its prompt is computed and it begins to generate.
         num_generated: tokens since then.
+        is_suspended: it is on its way to another node.
     """
 
     request: ReplayRequest
@@ -40,6 +45,20 @@ class _Running:
     computed_s: float
     num_generated: int = 0
     is_cached: bool = False
+    is_suspended: bool = False
+
+
+class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
+    """A running request on its way to another live replay.
+
+    Attributes:
+        prefill_left_s: until its prompt is computed; below 0 since then.
+    """
+
+    request: RequestState
+    num_generated: int
+    prefill_left_s: float
+    is_cached: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,7 @@ class LiveProgress:
 
     Attributes:
         num_preempted: how often a running request lost its blocks to another.
+        num_given_up, num_taken_over: requests that went to other nodes, and that came from them.
         requests_per_s: finished ones.
     """
 
@@ -56,6 +76,8 @@ class LiveProgress:
     num_running: int
     num_finished: int
     num_preempted: int
+    num_given_up: int
+    num_taken_over: int
     requests_per_s: float
 
 
@@ -65,9 +87,13 @@ class LiveReplay:
         arrive -> waiting -> prefill -> decode, block by block -> free
                      ^___________________|  evicted by a request that grows
 
-    There is no KV in the blocks; their ids, references, hashes and moves are a real pool's. A request is
-    admitted when all its prompt's blocks are free, shared ones counted as well, and one more for each request
-    that runs. When `_MAX_WAITING` requests wait, the next ones arrive later than the trace says.
+    There is no KV in the blocks; their ids, references, hashes and moves are a real pool's. With a node's
+    name in the settings they have bytes nevertheless, made of the blocks' hashes: these are checked when a
+    request has come from another node, and again when it has ended. It is a `SequenceOwner`, so requests that
+    migrate go on generating where they come to; a name makes their ids different from other nodes'.
+
+    A request is admitted when all its prompt's blocks are free, shared ones counted as well, and one more for
+    each request that runs. When `_MAX_WAITING` requests wait, the next ones arrive later than the trace says.
 
     Args:
         publisher: gets the pool's events after each step. Their tokens are those that stand for a request:
@@ -78,6 +104,7 @@ class LiveReplay:
     Raises:
         TraceError: the trace cannot be read; from `run`, too, for a line further on.
         InvalidArgumentError: settings that cannot be meant; from `run`, if no request fits into the pool.
+        CorruptedPoolError: from `run`: a block held other bytes than it should.
     """
 
     def __init__(
@@ -88,9 +115,13 @@ class LiveReplay:
         publisher: EventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._contents: BlockContents | None = None
+        if settings.name is not None:
+            self._contents = BlockContents(settings.blocks + 1, settings.block_bytes)
         self.pool = GPUKVPool(
             settings.blocks,
             settings.block_size,
+            storage=None if self._contents is None else self._contents.storage,
             run_length=settings.run_length,
             eviction_policy=LRUEviction(),
             on_evicted=self._requeue,
@@ -111,13 +142,17 @@ class LiveReplay:
         trace = Trace(
             settings.trace, block_size=settings.trace_block_size, timestamp_unit=settings.timestamp_unit
         )
-        self._requests = read_for_ever(trace, settings.block_size, settings.blocks)
+        first_number = 1 if settings.name is None else find_first_number(settings.name)
+        self._requests = read_for_ever(trace, settings.block_size, settings.blocks, first_number)
         self._coming = next(self._requests)
         self._waiting: deque[ReplayRequest] = deque()
         self._running: dict[int, _Running] = {}
         self._prefill_free_s = self._began_s
         self._num_finished = 0
         self._num_preempted = 0
+        self._num_given_up = 0
+        self._num_taken_over = 0
+        self._wrong: list[int] = []
 
     def run(self, stop: Event) -> None:
         """Step by step until `stop` is set."""
@@ -127,13 +162,16 @@ class LiveReplay:
     def step(self) -> None:
         """One step of the engine: who has come, who generates, who may begin; compaction; events."""
         now_s = self._clock()
-        self._receive(now_s)
-        for sequence_id in list(self._running):
-            # It may have been evicted in this very step.
-            if sequence_id in self._running:
-                self._generate(sequence_id, now_s)
-        self._admit(now_s)
-        self.defragmenter.step()
+        # Nothing comes or goes in between: what a step takes has its bytes when the step ends.
+        with self.pool.lock:
+            self._receive(now_s)
+            for sequence_id in list(self._running):
+                # It may have been evicted in this very step.
+                if sequence_id in self._running:
+                    self._generate(sequence_id, now_s)
+            self._admit(now_s)
+            self.defragmenter.step()
+            self._check_contents()
         if self._publisher is not None:
             self._publisher.publish(self.pool.take_events())
 
@@ -145,6 +183,8 @@ class LiveReplay:
             num_running=len(self._running),
             num_finished=self._num_finished,
             num_preempted=self._num_preempted,
+            num_given_up=self._num_given_up,
+            num_taken_over=self._num_taken_over,
             requests_per_s=self._num_finished / seconds if seconds else 0.0,
         )
 
@@ -165,7 +205,8 @@ class LiveReplay:
             sequence_id = int(request.request_id)
             num_hashes = min(len(request.block_hashes), request.max_hit_tokens // pool.block_size)
             num_hits = len(pool.claim_prefix(sequence_id, request.block_hashes[:num_hashes]))
-            pool.allocate(BlockAllocationRequest(num_blocks - num_hits, sequence_id))
+            new_ids = pool.allocate(BlockAllocationRequest(num_blocks - num_hits, sequence_id))
+            self._write(request, num_hits, new_ids)
             num_new_tokens = request.num_tokens - num_hits * pool.block_size
             started_s = max(now_s, self._prefill_free_s)
             self._prefill_free_s = started_s + num_new_tokens / self._rates.prefill_tokens_per_s
@@ -174,14 +215,20 @@ class LiveReplay:
     def _generate(self, sequence_id: int, now_s: float) -> None:
         running = self._running[sequence_id]
         request = running.request
-        if now_s < running.computed_s:
+        if now_s < running.computed_s or running.is_suspended:
             return
         num_due = int((now_s - running.computed_s) * self._rates.decode_tokens_per_s) - running.num_generated
         num_due = min(num_due, request.num_output_left)
         num_more = -(-(request.num_tokens + num_due) // self.pool.block_size) - running.num_blocks
         if num_more > 0:
             # Others may lose their blocks to this one; it fits if all of them do.
-            self.pool.allocate(BlockAllocationRequest(num_more, sequence_id))
+            try:
+                new_ids = self.pool.allocate(BlockAllocationRequest(num_more, sequence_id))
+            except PoolExhaustedError:
+                if not self.pool.holdings.list_fixed():
+                    raise
+                return  # what could go is on its way to another node, or from one: wait until that is over
+            self._write(request, running.num_blocks, new_ids)
             running.num_blocks += num_more
         num_full = len(request.block_hashes)
         request.append_output(num_due)
@@ -191,9 +238,91 @@ class LiveReplay:
             self.pool.cache_prefix(sequence_id, request.block_hashes, token_ids)
             running.is_cached = True
         if not request.num_output_left:
+            self._note_wrong(sequence_id)
             self.pool.free_sequence(sequence_id)
             del self._running[sequence_id]
             self._num_finished += 1
+
+    # ---- going to other nodes, and coming from them: `SequenceOwner` --------------------------------
+
+    def describe(self, sequence_id: int) -> bytes:
+        running = self._running[sequence_id]
+        left_s = running.computed_s - self._clock()
+        return msgspec.msgpack.encode(
+            _SequenceState(running.request.get_state(), running.num_generated, left_s, running.is_cached)
+        )
+
+    def list_token_ids(self, sequence_id: int) -> list[int]:
+        return [] if self._publisher is None else self._running[sequence_id].request.all_token_ids
+
+    def suspend(self, sequence_id: int) -> None:
+        self._running[sequence_id].is_suspended = True
+
+    def resume(self, sequence_id: int) -> None:
+        running = self._running[sequence_id]
+        running.is_suspended = False
+        if running.num_generated:  # it has not generated meanwhile, and does not catch up
+            running.computed_s = self._clock() - running.num_generated / self._rates.decode_tokens_per_s
+
+    def give_up(self, sequence_id: int, target: str) -> None:
+        del self._running[sequence_id]
+        self._num_given_up += 1
+
+    def expect(self, sequence_id: int, num_blocks: int, state: bytes) -> None:
+        arriving = self._decode(state)
+        request = arriving.request
+        num_needed = -(-(request.num_tokens + request.num_output_left) // self.pool.block_size)
+        is_ours = request.number == sequence_id and request.block_size == self.pool.block_size
+        if not is_ours or num_blocks < -(-request.num_tokens // self.pool.block_size):
+            raise InvalidArgumentError(
+                f"sequence {sequence_id} with {num_blocks} blocks is said to be request {request.number} "
+                f"with {request.num_tokens} tokens in blocks of {request.block_size}"
+            )
+        if num_needed > self.pool.total_blocks:
+            raise InvalidArgumentError(
+                f"sequence {sequence_id} will need {num_needed} blocks, the pool has {self.pool.total_blocks}"
+            )
+        if any(waiting.request_id == str(sequence_id) for waiting in self._waiting):
+            raise InvalidArgumentError(f"sequence {sequence_id} is here already: it waits for blocks")
+
+    def take_over(self, sequence_id: int, state: bytes) -> None:
+        arriving = self._decode(state)
+        now_s = self._clock()
+        computed_s = now_s + arriving.prefill_left_s
+        if arriving.num_generated:
+            computed_s = now_s - arriving.num_generated / self._rates.decode_tokens_per_s
+        request = ReplayRequest.from_state(arriving.request)
+        num_blocks = len(self.pool.blocks_of(sequence_id))
+        self._running[sequence_id] = _Running(
+            request, num_blocks, computed_s, arriving.num_generated, arriving.is_cached
+        )
+        self._num_taken_over += 1
+        self._note_wrong(sequence_id)
+
+    def _decode(self, state: bytes) -> _SequenceState:
+        try:
+            return msgspec.msgpack.decode(state, type=_SequenceState)
+        except msgspec.MsgspecError as error:
+            raise InvalidArgumentError(f"this is no request of a live replay: {error}") from error
+
+    # ---- bytes -----------------------------------------------------------------------------------
+
+    def _write(self, request: ReplayRequest, start: int, block_ids: list[int]) -> None:
+        """Give the request's blocks from a place on the bytes that they will be checked for."""
+        if self._contents is not None:
+            names = [request.name_block(start + at) for at in range(len(block_ids))]
+            self._contents.write(block_ids, names)
+
+    def _note_wrong(self, sequence_id: int) -> None:
+        if self._contents is not None:
+            request = self._running[sequence_id].request
+            block_ids = self.pool.blocks_of(sequence_id)
+            names = [request.name_block(at) for at in range(len(block_ids))]
+            self._wrong += self._contents.find_wrong(block_ids, names)
+
+    def _check_contents(self) -> None:
+        if self._wrong:
+            raise CorruptedPoolError(f"the blocks {self._wrong[:20]} do not hold what they should")
 
     def _requeue(self, sequence_id: int, block_ids: list[int]) -> None:
         """What it has generated is kept; it is computed anew, but for what is still cached then."""
@@ -201,16 +330,26 @@ class LiveReplay:
         self._num_preempted += 1
 
 
-def read_for_ever(trace: Trace, block_size: int, num_blocks: int) -> Iterator[ReplayRequest]:
+def find_first_number(name: str) -> int:
+    """The first request's number on a node of this name: another one's numbers are others, as a rule.
+
+    A million requests have room between this and the next; of ten thousand names two may have the same.
+    """
+    return (crc32(name.encode()) % 9_999 + 1) * 1_000_000 + 1
+
+
+def read_for_ever(
+    trace: Trace, block_size: int, num_blocks: int, first_number: int = 1
+) -> Iterator[ReplayRequest]:
     """The requests of a trace in the order they arrive, then again a second later, and so on; each with an id
-    of its own. Those that would not fit into `num_blocks` alone are left out.
+    of its own, from `first_number` on. Those that would not fit into `num_blocks` alone are left out.
 
     Raises:
         TraceError: a line cannot be read.
         InvalidArgumentError: no request fits.
     """
     hasher = BlockHasher("xxh3_128", "0", block_size)
-    number = 0
+    number = first_number - 1
     begin_ms = now_ms = 0.0
     while True:
         smallest = 0

@@ -5,6 +5,11 @@
 | `{"command": "stats"}` | | `PoolStatistics` |
 | `{"command": "defrag"}` | `max_moves`, `max_evictions` | `DefragReport` |
 | `{"command": "layout"}` | | `PoolLayout` |
+| `{"command": "sequences"}` | | `SequenceList` |
+| `{"command": "migrate"}` | `sequence_id`, `target`, `is_move`, `max_bytes_per_s` | `MigrationStatus` |
+| `{"command": "migrations"}` | `migration_id` | `MigrationList` |
+| `{"command": "cancel"}` | `migration_id` | `MigrationStatus` |
+| `{"command": "peers"}` | | `PeerList` |
 
 A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": ...}` with the name of one of
 `kv_pool.errors`. Several commands may go over one connection, one after another.
@@ -17,7 +22,9 @@ import msgspec
 import kv_pool.errors as errors
 from kv_pool.adapter.layout import PoolLayout
 from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList
 from kv_pool.errors import ControlError, KVPoolError
+from kv_pool.migration.status import MigrationStatus
 
 MAX_COMMAND_BYTES = 4096
 
@@ -43,8 +50,46 @@ class LayoutCommand(
     """Asks for `PoolLayout`."""
 
 
-Command = StatsCommand | DefragCommand | LayoutCommand
-COMMAND_NAMES = ("stats", "defrag", "layout")
+class SequencesCommand(
+    msgspec.Struct, frozen=True, tag_field="command", tag="sequences", forbid_unknown_fields=True
+):
+    """Asks for the sequences that hold blocks."""
+
+
+class MigrateCommand(
+    msgspec.Struct, frozen=True, tag_field="command", tag="migrate", forbid_unknown_fields=True
+):
+    """Has a migration begun; see `LiveNode.migrate`. Not waited for: ask with `MigrationsCommand`."""
+
+    target: str
+    sequence_id: int | None = None
+    is_move: bool = True
+    max_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class MigrationsCommand(
+    msgspec.Struct, frozen=True, tag_field="command", tag="migrations", forbid_unknown_fields=True
+):
+    """Asks for the node's migrations, or for one of them."""
+
+    migration_id: str | None = None
+
+
+class CancelCommand(
+    msgspec.Struct, frozen=True, tag_field="command", tag="cancel", forbid_unknown_fields=True
+):
+    """Has a migration given up, if it is not too late."""
+
+    migration_id: str
+
+
+class PeersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="peers", forbid_unknown_fields=True):
+    """Asks for the nodes that the node knows; each is asked for its room."""
+
+
+NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
+Command = StatsCommand | DefragCommand | LayoutCommand | SequencesCommand | NodeCommand
+COMMAND_NAMES = ("stats", "defrag", "layout", "sequences", "migrate", "migrations", "cancel", "peers")
 
 
 class DefragReport(msgspec.Struct, frozen=True):
@@ -63,6 +108,11 @@ class DefragReport(msgspec.Struct, frozen=True):
     fragmentation_rate_before: float
     fragmentation_rate_after: float
     run_length: int
+
+
+Result = (
+    PoolStatistics | DefragReport | PoolLayout | SequenceList | MigrationStatus | MigrationList | PeerList
+)
 
 
 class _Name(msgspec.Struct):
@@ -94,7 +144,7 @@ def decode_command(line: bytes) -> Command:
         ) from error
 
 
-def encode_result(result: PoolStatistics | DefragReport | PoolLayout) -> bytes:
+def encode_result(result: Result) -> bytes:
     """The reply of a command that did what it should; a line."""
     return msgspec.json.encode({"result": result}) + b"\n"
 

@@ -29,6 +29,16 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         timestamp_unit: of the trace.
         duration: seconds; None for ever.
         socket: the control socket's path; None for the default one.
+        name: of the node that the pool is; None for a pool that migrates nothing.
+        block_bytes: of each block of a node, made up and checked.
+        listen: where other nodes reach it, host:port, port 0 for a free one; None for 127.0.0.1:0.
+        peer: other nodes, each as `name=host:port`.
+        nodes: a TOML file with other nodes ([[peers]]) and what it costs to reach them ([links]).
+        registry: the node that tells who else is there, by its name or host:port; None to keep a registry for
+            others.
+        secret_file: what all nodes know; None for a file of this user's that is made when it is needed.
+        max_rate: bytes a second that the node reads at most, such as `100MB/s`; None for no limit.
+        network, rack, host, device: where the node is; the host's own name by default.
         publish: the endpoint from which the pool's events are sent; None for no events.
         publish_replay: where readers of these ask for what they missed; None for nowhere.
         publish_config: a TOML file with a table [publisher], for all that can be said about a publisher;
@@ -48,6 +58,18 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timestamp_unit: Literal["ms", "s"] = "ms"
     duration: Annotated[float, msgspec.Meta(gt=0)] | None = None
     socket: str | None = None
+    name: str | None = None
+    block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    listen: str | None = None
+    peer: list[str] = []
+    nodes: str | None = None
+    registry: str | None = None
+    secret_file: str | None = None
+    max_rate: str | None = None
+    network: str = ""
+    rack: str = ""
+    host: str = ""
+    device: str = ""
     publish: str | None = None
     publish_replay: str | None = None
     publish_config: str | None = None
@@ -66,6 +88,15 @@ def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSetti
     if from_file:
         _convert(from_file, f"{config}: ")
     return _convert({**from_file, **from_command}, "")
+
+
+def check_is_node(settings: ServeSettings) -> None:
+    """Raise InvalidArgumentError where something is said of a node that has no name."""
+    if settings.name is None:
+        defaults = ServeSettings()
+        for key in ("listen", "peer", "nodes", "registry", "secret_file", "max_rate"):
+            if getattr(settings, key) != getattr(defaults, key):
+                raise InvalidArgumentError(f"{key} is about a node, and a node has a name; give name, too")
 
 
 def _read_file(config: str) -> dict[str, object]:

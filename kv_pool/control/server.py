@@ -10,36 +10,47 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.layout import PoolLayout
-from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.control.messages import (
     MAX_COMMAND_BYTES,
+    CancelCommand,
     Command,
     DefragCommand,
     DefragReport,
+    MigrateCommand,
+    MigrationsCommand,
+    NodeCommand,
+    Result,
+    SequencesCommand,
     StatsCommand,
     decode_command,
     encode_error,
     encode_result,
 )
+from kv_pool.control.node_reports import SequenceList, SequenceReport
 from kv_pool.control.socket_path import make_folder, resolve_path
 from kv_pool.errors import ControlError
+
+if TYPE_CHECKING:
+    from kv_pool.control.live_node import LiveNode
 
 _BACKLOG = 128
 
 
 class ControlServer:
-    """Serves one pool to `kv-pool stats`, `defrag` and `layout`, from a thread of its own.
+    """Serves one pool to `kv-pool stats`, `defrag`, `layout` and the like, from a thread of its own.
 
         with ControlServer(pool):
             engine.run()
 
     Args:
-        path: of the socket; None for `socket_path.get_default_path()`.
-        guard: entered around each command. A lock that the engine holds during its step, where a compaction
-            must not come between its reading block ids and its using them.
+        path: of the socket; None for `socket_path.get_default_path()`, with the node's name in it if there is
+            a node.
+        node: the pool as a node, for `kv-pool migrate` and `peers`; it runs. None: the pool is none.
+        guard: entered around each command that is about the pool. A lock that the engine holds during its
+            step, where a compaction must not come between its reading block ids and its using them.
         timeout_s: how long a client may take to send the rest of a command, or to read its reply.
         max_clients: connected at once; others are turned away.
     Raises:
@@ -48,7 +59,8 @@ class ControlServer:
     A compaction changes block ids: serve a pool whose engine hears of moves (`on_moved`), or reads the ids
     of its sequences anew.
 
-    Commands are carried out one after another. What a client sends, or leaves half sent, costs others
+    Commands about the pool are carried out one after another; those to a node, which may wait for others, in
+    threads of their own, and without the guard. What a client sends, or leaves half sent, costs others
     nothing, and what goes wrong is its reply; see `messages` for both.
     """
 
@@ -57,12 +69,14 @@ class ControlServer:
         pool: GPUKVPool,
         path: str | Path | None = None,
         *,
+        node: "LiveNode | None" = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
     ) -> None:
         self.pool = pool
-        self.path = resolve_path(path)
+        self.path = resolve_path(path, None if node is None else node.migrator.name)
+        self._node = node
         self._guard = nullcontext() if guard is None else guard
         self._timeout_s = timeout_s
         self._max_clients = max_clients
@@ -189,7 +203,7 @@ class ControlServer:
             if len(self._clients) > self._max_clients:
                 raise ControlError(f"{self._max_clients} clients are connected already; try again later")
             while line := await self._read_line(reader):
-                await self._send(writer, self._answer(line))
+                await self._send(writer, await self._answer(line))
         except ControlError as error:
             with suppress(OSError):
                 await self._send(writer, encode_error(error))
@@ -222,17 +236,43 @@ class ControlServer:
             writer.write(reply)
             await writer.drain()
 
-    def _answer(self, line: bytes) -> bytes:
+    async def _answer(self, line: bytes) -> bytes:
         try:
             command = decode_command(line)
-            with self._guard:
-                result = self._carry_out(command)
+            if isinstance(command, NodeCommand):
+                result = await asyncio.to_thread(self._carry_out_at_node, command)
+            else:
+                with self._guard:
+                    result = self._carry_out(command)
         except Exception as error:  # A pool's callback may raise anything; the server goes on.
             return encode_error(error)
         return encode_result(result)
 
-    def _carry_out(self, command: Command) -> PoolStatistics | DefragReport | PoolLayout:
+    def _carry_out_at_node(self, command: NodeCommand) -> Result:
+        node = self._node
+        if node is None:
+            raise ControlError(
+                f"the pool at {self.path} is no node, so nothing migrates: start it with kv-pool serve --name"
+            )
         match command:
+            case MigrateCommand():
+                return node.migrate(
+                    command.sequence_id,
+                    command.target,
+                    is_move=command.is_move,
+                    max_bytes_per_s=command.max_bytes_per_s,
+                )
+            case MigrationsCommand():
+                return node.list_migrations(command.migration_id)
+            case CancelCommand():
+                return node.cancel(command.migration_id)
+            case _:
+                return node.list_peers()
+
+    def _carry_out(self, command: Command) -> Result:
+        match command:
+            case SequencesCommand():
+                return list_sequences(self.pool)
             case StatsCommand():
                 return self.pool.get_statistics()
             case DefragCommand():
@@ -248,6 +288,24 @@ def defragment(pool: GPUKVPool, max_moves: int | None, max_evictions: int) -> De
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
     elapsed = time.perf_counter() - started
     return DefragReport(moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length)
+
+
+def list_sequences(pool: GPUKVPool) -> SequenceList:
+    """The sequences that hold blocks, the last one accessed last."""
+    with pool.lock:
+        now = pool.get_time()
+        return SequenceList(
+            [
+                SequenceReport(
+                    holder.sequence_id,
+                    len(holder.blocks),
+                    holder.priority,
+                    now - holder.last_access_time,
+                    holder.sequence_id in pool.holdings.barred,
+                )
+                for holder in pool.holdings.holders.values()
+            ]
+        )
 
 
 @contextmanager

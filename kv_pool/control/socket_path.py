@@ -5,6 +5,7 @@ import socket
 import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from kv_pool.errors import ControlError
@@ -12,17 +13,58 @@ from kv_pool.errors import ControlError
 _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """What the kernel's address of a Unix socket has room for, without the null byte at its end."""
 
+_PLAIN, _PREFIX, _SUFFIX = "control.sock", "control-", ".sock"
 
-def get_default_path() -> Path:
-    """`$XDG_RUNTIME_DIR/kv_pool/control.sock`, or a folder of this user's in that for temporary files."""
+
+def get_default_folder() -> Path:
+    """`$XDG_RUNTIME_DIR/kv_pool`, or a folder of this user's in that for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
-        return Path(runtime) / "kv_pool" / "control.sock"
-    return Path(tempfile.gettempdir()) / f"kv_pool-{os.getuid()}" / "control.sock"
+        return Path(runtime) / "kv_pool"
+    return Path(tempfile.gettempdir()) / f"kv_pool-{os.getuid()}"
 
 
-def resolve_path(path: str | Path | None) -> Path:
-    """The socket's path; the default one for None.
+def get_default_path(node: str | None = None) -> Path:
+    """The default socket of a pool: `control.sock`; of one that is a node: `control-NAME.sock`."""
+    return get_default_folder() / (_PLAIN if node is None else f"{_PREFIX}{node}{_SUFFIX}")
+
+
+def list_nodes() -> list[str]:
+    """Names of the nodes that are served at their default sockets now, in order."""
+    names = []
+    for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.connect(os.fspath(path))
+            names.append(path.name[len(_PREFIX) : -len(_SUFFIX)])
+    return sorted(names)
+
+
+def find_path(path: str | Path | None, node: str | None, not_node: str | None = None) -> Path:
+    """The socket of the pool that is meant.
+
+    Args:
+        path: where it is; or else
+        node: which node's it is; or else it is the default one. Where nobody is served there, but one node is
+            at its own, it is that one's.
+        not_node: not this node's.
+    Raises:
+        ControlError: both are given, or none and there are several nodes; and as `resolve_path`.
+    """
+    if path is not None and node is not None:
+        raise ControlError("give either --socket or --node, not both")
+    if path is not None or node is not None:
+        return resolve_path(path, node)
+    default = resolve_path(None)
+    if default.exists():
+        return default
+    names = [name for name in list_nodes() if name != not_node]
+    if len(names) > 1:
+        raise ControlError(f"several pools are served: {', '.join(names)}; say which one with --node")
+    return resolve_path(None, names[0]) if names else default
+
+
+def resolve_path(path: str | Path | None, node: str | None = None) -> Path:
+    """The socket's path; for None the default one, of a node if it is named.
 
     Raises:
         ControlError: there are no Unix sockets here, it is too long for one, or the default folder belongs to
@@ -30,7 +72,7 @@ def resolve_path(path: str | Path | None) -> Path:
     """
     if not hasattr(socket, "AF_UNIX") or not hasattr(os, "getuid"):
         raise ControlError("a control socket is a Unix socket, and this system has none")
-    resolved = get_default_path() if path is None else Path(path)
+    resolved = get_default_path(node) if path is None else Path(path)
     length = len(os.fsencode(resolved))
     if length > _MAX_PATH_BYTES:
         raise ControlError(
@@ -55,7 +97,7 @@ def make_folder(path: Path) -> None:
             f"{path.parent}: can not make this folder for the control socket: {error.strerror}. Name another "
             f"with --socket."
         ) from error
-    if path == get_default_path():
+    if path.parent == get_default_folder():
         _check_is_ours(path.parent)
 
 

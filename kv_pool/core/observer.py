@@ -60,5 +60,11 @@ class ColderTiers(Protocol):
         Told by a manager, not by the pool, which does not know why a block is evicted.
         """
 
+    def store_pending(self) -> None:
+        """Somebody is about to write to blocks that he has taken, without waiting for the step's own call.
+
+        Not called by the pool: by who writes, such as a migration. May take as long as copying the blocks.
+        """
+
     def on_cache_reset(self) -> None:
         """The prefix cache was reset, as after a change of weights: what was stored before is void."""

@@ -226,6 +226,10 @@ class BlockLeases:
         """Leases to write whose transfer has not been confirmed to be over in time, oldest first."""
         return [lease for lease in self._leases.values() if lease.state is LeaseState.QUARANTINED]
 
+    def list_lent_blocks(self) -> list[KVCacheBlock]:
+        """Distinct blocks that transfers read or write, or may yet, in no order."""
+        return list(self._num_leases)
+
     def is_lent(self, block: KVCacheBlock) -> bool:
         """Does a transfer read or write this block, or may it yet?"""
         return block in self._num_leases

@@ -30,6 +30,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _NUMBER_AND_LENGTH = struct.Struct(">QI")
 _LENGTH = struct.Struct(">I")
+_TIMEVAL = struct.Struct("@ll")
 _LENGTH_SIGN_BYTES = 16
 _SIGN_BYTES = 32
 _MAX_BUFFERS = 1024  # what one sendmsg or recvmsg takes on Linux and macOS (IOV_MAX)
@@ -49,17 +50,19 @@ class Channel:
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes, peer: str) -> None:
         self.peer = peer
         self.connection = connection
+        connection.settimeout(None)
         self._send_key = send_key
         self._receive_key = receive_key
         self._num_sent = 0
         self._num_received = 0
         self._is_open = True
 
-    def send(self, payload: bytes, deadline: float) -> None:
-        """Send one message.
+    def send(self, payload: bytes, deadline: float, raw: Sequence[memoryview] = ()) -> None:
+        """Send one message, and raw bytes behind it.
 
         Args:
             deadline: a time of `time.monotonic()`, here and below.
+            raw: as for `send_raw`; together they take one call of the system, and wake the peer once.
         Raises:
             InvalidArgumentError: it is larger than MAX_MESSAGE_BYTES. Nothing was sent.
             PeerUnavailableError: the peer has gone, or does not take it by then.
@@ -70,7 +73,8 @@ class Channel:
             )
         length, length_sign, payload_sign = _sign(self._send_key, self._num_sent, payload)
         self._num_sent += 1
-        self.send_raw([memoryview(part) for part in (length + length_sign, payload, payload_sign)], deadline)
+        signed = [memoryview(part) for part in (length + length_sign, payload, payload_sign)]
+        self.send_raw([*signed, *raw], deadline)
 
     def receive(self, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         """The next message, of at most `max_bytes`.
@@ -104,9 +108,9 @@ class Channel:
             PeerUnavailableError: the peer has hung up.
         """
         try:
-            self.connection.settimeout(timeout_s)
+            self._set_timeout(socket.SO_RCVTIMEO, time.monotonic() + timeout_s)
             some = self.connection.recv(1, socket.MSG_PEEK)
-        except TimeoutError:
+        except (BlockingIOError, TimeoutError):
             return False
         except OSError as error:
             raise self._explain(error) from error
@@ -141,8 +145,7 @@ class Channel:
         if not self._is_open:
             return False
         try:
-            self.connection.settimeout(0)
-            self.connection.recv(1, socket.MSG_PEEK)
+            self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -162,22 +165,37 @@ class Channel:
     # ---- the socket ------------------------------------------------------------------------------
 
     def _send_some(self, batch: list[memoryview], deadline: float) -> int:
+        """All of it, unless the deadline passes; how much."""
         try:
-            self.connection.settimeout(_get_rest(deadline))
+            self._set_timeout(socket.SO_SNDTIMEO, deadline)
             return self.connection.sendmsg(batch)
         except OSError as error:
             raise self._explain(error) from error
 
     def _receive_some(self, batch: list[memoryview], deadline: float) -> int:
+        """All of it, unless the deadline passes; how much."""
         wanted = any(len(view) for view in batch)
         try:
-            self.connection.settimeout(_get_rest(deadline))
-            count = self.connection.recvmsg_into(batch)[0] if wanted else 0
+            self._set_timeout(socket.SO_RCVTIMEO, deadline)
+            count = self.connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0] if wanted else 0
         except OSError as error:
             raise self._explain(error) from error
         if wanted and not count:
             raise self._hang_up()
         return count
+
+    def _set_timeout(self, option: int, deadline: float) -> None:
+        """Let a call end at the deadline. Raises TimeoutError where it has passed.
+
+        The kernel keeps the time, and a call returns when all is done. With a timeout of Python's it would
+        return, and be repeated, whenever the socket's buffer has some room or some bytes.
+        """
+        rest = deadline - time.monotonic()
+        if rest <= 0:
+            raise TimeoutError
+        self.connection.setsockopt(
+            socket.SOL_SOCKET, option, _TIMEVAL.pack(int(rest), max(1, int(rest % 1 * 1e6)))
+        )
 
     def _hang_up(self) -> PeerUnavailableError:
         self.close()
@@ -185,7 +203,7 @@ class Channel:
 
     def _explain(self, error: OSError) -> PeerUnavailableError:
         self.close()
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError | BlockingIOError):
             return PeerUnavailableError(f"{self.peer} has not answered in time")
         return PeerUnavailableError(f"the connection to {self.peer} is broken: {error.strerror or error}")
 
@@ -201,14 +219,6 @@ def _drop_done(rest: list[memoryview], num_views: int, num_bytes: int) -> None:
         num_views -= 1
     if num_bytes:
         rest[-1] = rest[-1][num_bytes:]
-
-
-def _get_rest(deadline: float) -> float:
-    """Seconds until then; a timeout of 0 would mean something else to a socket."""
-    rest = deadline - time.monotonic()
-    if rest <= 0:
-        raise TimeoutError
-    return rest
 
 
 def _sign_length(key: bytes, number: int, length: int) -> bytes:

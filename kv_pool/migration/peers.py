@@ -10,6 +10,7 @@ from os import PathLike
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
+from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import KnownNode, NodeLocation
 
 _SHOWN_NAMES = 10
@@ -149,22 +150,6 @@ def parse_peer(text: str) -> KnownNode:
     if not separator:
         raise InvalidArgumentError(f"{text!r} is no peer; say name=host:port")
     return KnownNode(check_name(name.strip()), _check_address(address.strip()))
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port`, or of `[::1]:port`.
-
-    Raises:
-        InvalidArgumentError: it is none; the port is a number from 0 to 65535.
-    """
-    host, separator, port = text.rpartition(":")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    if is_bracketed:
-        host = host[1:-1]
-    is_host = bool(host) and (is_bracketed or ":" not in host)
-    if not (separator and is_host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise InvalidArgumentError(f"{text!r} is no address; say host:port, such as 127.0.0.1:7400")
-    return host, int(port)
 
 
 def check_name(name: str) -> str:

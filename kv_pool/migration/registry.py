@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeList
-from kv_pool.migration.peers import check_name, parse_address
+from kv_pool.migration.peers import check_name
 
 MAX_TTL_S = 3600.0
 """Longer than that nobody is believed to be alive without saying so again."""

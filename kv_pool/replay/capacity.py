@@ -77,6 +77,18 @@ def parse_memory(text: str) -> int:
     return int(Fraction(found[1]) * (_UNITS.get(unit) or _BINARY_UNITS[unit]))
 
 
+def parse_rate(text: str) -> float:
+    """Bytes a second of `100MB/s`, `1GiB/s` or `100MB`. Raises InvalidArgumentError for anything else."""
+    size = text.strip().removesuffix("/s")
+    try:
+        rate = parse_memory(size)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{text!r} is no rate; write it as 100MB/s or 1GiB/s") from error
+    if rate < 1:
+        raise InvalidArgumentError(f"a rate of {text!r} is no rate at all")
+    return float(rate)
+
+
 def count_blocks(memory_bytes: int, block_size: int, model: ModelKV, num_groups: int = 1) -> int:
     """Blocks that can be handed out of `memory_bytes`, one more being set aside as null block.
 

@@ -2,7 +2,9 @@
 
 from itertools import repeat
 from struct import Struct
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
@@ -22,6 +24,24 @@ _pack = Struct(">IQ").pack
 _pack_output = Struct(">QQ").pack
 _OUTPUT = 1 << 63
 _MASK = (1 << 64) - 1
+
+
+class RequestState(msgspec.Struct, frozen=True, array_like=True):
+    """A `ReplayRequest` on its way to another process."""
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    session_id: str | None
+    arrival_ms: float
+    input_length: Annotated[int, msgspec.Meta(ge=0)]
+    num_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    num_output_left: Annotated[int, msgspec.Meta(ge=0)]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    tokens_per_id: Annotated[int, msgspec.Meta(ge=1)]
+    prompt_ids: list[int]
+    block_hashes: list[bytes]
+    max_hit_tokens: int
+    num_cacheable_blocks: int
 
 
 class ReplayRequest:
@@ -116,9 +136,53 @@ class ReplayRequest:
         """Give full blocks whose content the trace does not tell (generated tokens, the end of a prompt that
         no hash id covers) hashes that nobody else has: they are cached, as in an engine, and never hit."""
         for index in range(len(self.block_hashes), self.num_tokens // self._block_size):
-            number = int(self.request_id)
-            last = (_OUTPUT | number << 24) ^ index
-            self.block_hashes.append(BlockHash(_pack_output(number, last & _MASK)))
+            self.block_hashes.append(self.name_block(index))
+
+    def name_block(self, index: int) -> BlockHash:
+        """The hash that a block of this request has, or will have when it is full."""
+        if index < len(self.block_hashes):
+            return self.block_hashes[index]
+        number = int(self.request_id)
+        last = (_OUTPUT | number << 24) ^ index
+        return BlockHash(_pack_output(number, last & _MASK))
+
+    def get_state(self) -> "RequestState":
+        """All of it, to go on elsewhere."""
+        return RequestState(
+            int(self.request_id),
+            self.session_id,
+            self.arrival_ms,
+            self.input_length,
+            self.num_prompt_tokens,
+            self.num_tokens,
+            self.num_output_left,
+            self._block_size,
+            self._tokens_per_id,
+            list(self._prompt_ids),
+            list(self.block_hashes),
+            self.max_hit_tokens,
+            self.num_cacheable_blocks,
+        )
+
+    @classmethod
+    def from_state(cls, state: "RequestState") -> "ReplayRequest":
+        """The request whose state this was."""
+        request = cls.__new__(cls)
+        request.request_id = str(state.number)
+        request.session_id = state.session_id
+        request.arrival_ms = state.arrival_ms
+        request.input_length = state.input_length
+        request.num_prompt_tokens = state.num_prompt_tokens
+        request.num_tokens = state.num_tokens
+        request.num_output_left = state.num_output_left
+        request.num_computed_tokens = 0
+        request.max_hit_tokens = state.max_hit_tokens
+        request.num_cacheable_blocks = state.num_cacheable_blocks
+        request.block_hashes = [BlockHash(block_hash) for block_hash in state.block_hashes]
+        request._block_size = state.block_size
+        request._tokens_per_id = state.tokens_per_id
+        request._prompt_ids = state.prompt_ids
+        return request
 
 
 def hash_ids_to_block_hashes(

@@ -55,8 +55,8 @@ class TieredCache:
 
     **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
     writes: until then the blocks that were taken still hold their old bytes, and this is where they are
-    copied out. `store_pending()` before anything else overwrites or moves blocks: a compaction, a swap in,
-    a migration. Without bytes both do nothing.
+    copied out. `store_pending()` before anything else overwrites blocks that it has taken, or moves them;
+    compactions, swappers and migrations do that themselves. Without bytes both do nothing.
 
     What is stored are full blocks, by the key under which requests look for them. Partial blocks
     (`cache_partial_block`) are not, nor keys beyond a block's first: whoever hits those has the full block's

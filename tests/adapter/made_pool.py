@@ -1,5 +1,6 @@
 """Small pools behind the protocol, drawn, checked, and with bytes that tell where they came from."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
@@ -53,8 +54,11 @@ def draw(pool):
     )
 
 
-def check(pool):
-    """All invariants underneath, and that holders, references, pins and sequences agree."""
+def check(pool, others=()):
+    """All invariants underneath, and that holders, references, pins and sequences agree.
+
+    `others` are the blocks on which somebody else has a reference, once for each.
+    """
     invariants.check(pool.block_pool)
     references = {}
     for sequence_id in pool.list_sequences():
@@ -64,15 +68,16 @@ def check(pool):
         for block_id in held:
             references.setdefault(block_id, []).append(sequence_id)
     num_pinned = 0
+    num_others = Counter(block.block_id for block in others)
     for block_id in range(1, pool.total_blocks + 1):
         info = pool.get_block_info(block_id)
-        assert info.ref_count == len(references.get(block_id, []))
+        assert info.ref_count == len(references.get(block_id, [])) + num_others[block_id]
         assert info.sequence_id in references.get(block_id, [-1])
         assert info.ref_count or not info.is_pinned
         num_pinned += info.is_pinned
     assert num_pinned == pool.num_pinned_blocks
-    assert pool.get_free_blocks() == pool.total_blocks - len(references)
-    assert len(pool._later_holders) == sum(len(sharing) > 1 for sharing in references.values())
+    assert pool.get_free_blocks() == pool.total_blocks - len({*references, *num_others})
+    assert len(pool.holdings.later_holders) == sum(len(sharing) > 1 for sharing in references.values())
 
 
 def fill(pool):
@@ -83,14 +88,14 @@ def fill(pool):
 
 
 def write(pool, block_id, number):
-    pool._storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+    pool.storage.write_block(block_id, bytes([number]) * pool.block_bytes)
 
 
 def read(pool, sequence_id):
     """The numbers in a sequence's blocks."""
     numbers = []
     for block_id in pool.blocks_of(sequence_id):
-        data = pool._storage.read_block(block_id)
+        data = pool.storage.read_block(block_id)
         assert len(set(data)) == 1, "half of a block is another one's"
         numbers.append(data[0])
     return numbers

@@ -93,7 +93,7 @@ def test_a_copy_that_fails_moves_nothing_and_the_next_attempt_comes_after_the_in
         copy_on_cpu(*arguments)
 
     pool = make_scattered(run_length=5, storage=make_storage(copy=copy))
-    pool._storage._copy = copy
+    pool.storage._copy = copy
     failures.clear()
     fill(pool)
     before = {sequence_id: read(pool, sequence_id) for sequence_id in pool.list_sequences()}
@@ -145,7 +145,7 @@ def test_bytes_stay_with_their_sequences_through_a_long_life_in_small_steps(seed
                 continue
             for block_id in ids:
                 written.setdefault(sequence_id, []).append(number % 251)
-                pool._storage.write_block(block_id, bytes([number % 251]) * pool.block_bytes)
+                pool.storage.write_block(block_id, bytes([number % 251]) * pool.block_bytes)
         num_moved = defragmenter.step()
         assert max_moves is None or num_moved <= max_moves
         if not num_moved:
@@ -171,7 +171,7 @@ def test_a_thread_compacts_while_others_allocate_and_free():
             for _ in range(200):
                 with guard:
                     for block_id in take(pool, number, rng.randint(1, 3), contiguous="no"):
-                        pool._storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+                        pool.storage.write_block(block_id, bytes([number]) * pool.block_bytes)
                 with guard:
                     assert set(read(pool, number)) == {number}
                     if rng.random() < 0.4 or len(pool.blocks_of(number)) > 8:

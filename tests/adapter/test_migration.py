@@ -125,7 +125,7 @@ def break_copy(here, there):
     def break_off(source, target, sources, targets):
         raise OSError("the link is down")
 
-    here._storage._copy = break_off
+    here.storage._copy = break_off
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def break_copy(here, there):
         (break_copy, CopyFailedError),
         (lambda here, there: here.pin(here.blocks_of(1)[1:2]), PinnedBlockError),
         (lambda here, there: take(there, 5, 3), PoolExhaustedError),
-        (lambda here, there: setattr(there, "_storage", None), InvalidArgumentError),
+        (lambda here, there: setattr(there, "storage", None), InvalidArgumentError),
         (lambda here, there: setattr(there, "reserved_blocks", 2), PoolExhaustedError),
     ],
     ids=["copy breaks off", "pinned", "full there", "no storage", "reserve there"],

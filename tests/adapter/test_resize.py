@@ -120,7 +120,7 @@ def test_bytes_and_sequences_survive_any_sizes(seed):
                 ids = []
             for block_id in ids:
                 written.setdefault(sequence_id, []).append(number)
-                pool._storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+                pool.storage.write_block(block_id, bytes([number]) * pool.block_bytes)
         change = rng.randint(-6, 6)
         try:
             if change < 0:

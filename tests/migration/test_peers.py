@@ -6,7 +6,7 @@ import pytest
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.migration.messages import KnownNode, NodeLocation
-from kv_pool.migration.peers import Peers, parse_address, parse_peer, read_peers
+from kv_pool.migration.peers import Peers, parse_peer, read_peers
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
@@ -41,26 +41,6 @@ def test_a_registry_that_tells_nonsense_of_one_node_is_believed_of_the_others():
     peers = Peers()
     peers.learn([KnownNode("a b", "10.0.0.2:1"), KnownNode("c", ""), KnownNode("d", "10.0.0.4:1")])
     assert [node.name for node in peers.list_nodes()] == ["d"]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("127.0.0.1:7400", ("127.0.0.1", 7400)),
-        ("gpu-node-2:0", ("gpu-node-2", 0)),
-        ("[::1]:7400", ("::1", 7400)),
-    ],
-)
-def test_addresses(text, expected):
-    assert parse_address(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "host", ":7400", "host:", "host:x", "host:65536", "::1:7400", "h:-1", "h:٣"]
-)
-def test_what_is_no_address_is_refused(text):
-    with pytest.raises(InvalidArgumentError, match="is no address; say host:port"):
-        parse_address(text)
 
 
 def test_a_peer_on_the_command_line():

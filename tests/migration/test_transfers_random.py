@@ -144,6 +144,7 @@ class LateReader:
         draw = world.random.random()
         if draw < 0.06:
             self.unsettled = list(local_ids)
+            world.late_readers.append(self)
             raise TransferFailedError("given up while bytes are under way", is_settled=False)
         if draw < 0.12:
             self.scribble(local_ids)
@@ -195,6 +196,7 @@ class World:
     def start_target(self):
         self.target = MadeEngine(16, self.clock)
         self.quarantined = []
+        self.late_readers = []
         self.pulls = []
 
     # ---- what pulls use --------------------------------------------------------------------------
@@ -265,10 +267,10 @@ class World:
         elif draw < 0.70:
             self.finish_request(self.random.choice([self.source.engine, self.target]))
         elif draw < 0.74:
-            for _, reader in self.quarantined:
+            for reader in self.late_readers:
                 reader.scribble(reader.unsettled)
-        elif draw < 0.77 and self.quarantined:
-            self.settle(self.random.choice(self.quarantined))
+        elif draw < 0.77 and self.late_readers:
+            self.settle(self.random.choice(self.late_readers))
         elif draw < 0.80 and self.pulls:
             self.random.choice(self.pulls).cancel()
         elif draw < 0.83 and self.pulls:
@@ -287,11 +289,13 @@ class World:
         with suppress(KVPoolError):
             self.source.deliver(message)
 
-    def settle(self, entry):
-        lease, reader = entry
+    def settle(self, reader):
+        """It writes no more; its blocks are given back as by a node's housekeeping."""
         reader.unsettled = []
-        lease.give_back()
-        self.quarantined.remove(entry)
+        self.late_readers.remove(reader)
+        for entry in [entry for entry in self.quarantined if entry[1] is reader]:
+            entry[0].give_back()
+            self.quarantined.remove(entry)
 
     def start_request(self, engine=None):
         engine = self.source.engine if engine is None else engine
@@ -374,8 +378,8 @@ class World:
             assert pull.phase.is_ended, pull.phase
         self.clock.now += 2 * LEASE_S
         self.source.transfers.expire()
-        for entry in list(self.quarantined):
-            self.settle(entry)
+        for reader in list(self.late_readers):
+            self.settle(reader)
         self.check()
         source, target = self.source.engine, self.target
         for engine in (source, target):

@@ -126,9 +126,8 @@ class TcpBackend(TransferBackend):
         for some in _split(ids, count_piece_blocks(self.storage)):
             named = some.tolist()
             self._check_lent(asked.transfer_id, named)
-            views = window.read_out(some)
-            channel.send(msgspec.msgpack.encode(PieceHeader(len(some))), time.monotonic() + _SEND_S)
-            channel.send_raw(views, time.monotonic() + _SEND_S)
+            header = msgspec.msgpack.encode(PieceHeader(len(some)))
+            channel.send(header, time.monotonic() + _SEND_S, raw=window.read_out(some))
             # Only now is it known that what went out was theirs: the lease may have ended meanwhile.
             self._check_lent(asked.transfer_id, named)
 
@@ -169,6 +168,9 @@ class TcpReader(BlockReader):
     def is_settled(self) -> bool:
         return True
 
+    def is_usable(self) -> bool:
+        return self._channel.is_quiet()
+
     def close(self) -> None:
         self._channel.close()
 
@@ -198,11 +200,13 @@ def count_piece_blocks(storage: BlockStorage) -> int:
 
 def _expand_runs(runs: list[int], num_blocks: int) -> IntArray:
     """The ids of these runs. Raises MigrationError for what no reader would ask for."""
-    firsts, counts = runs[::2], runs[1::2]
-    if len(firsts) != len(counts) or min(counts, default=1) < 1 or sum(counts) > num_blocks:
-        raise MigrationError(f"{len(runs) // 2} runs of {sum(counts)} blocks were asked for, of {num_blocks}")
-    ids = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-    return make_block_ids(np.concatenate(ids) if ids else [], num_blocks)
+    if len(runs) % 2 or min(runs[1::2], default=1) < 1 or sum(runs[1::2]) > num_blocks:
+        raise MigrationError(
+            f"{len(runs) // 2} runs of {sum(runs[1::2])} blocks were asked for, of {num_blocks}"
+        )
+    firsts, counts = make_block_ids(runs[::2], num_blocks), np.array(runs[1::2], np.int64)
+    places_in_runs = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return make_block_ids(np.repeat(firsts, counts) + places_in_runs, num_blocks)
 
 
 def _split(ids: IntArray, size: int) -> Iterator[IntArray]:

@@ -1,0 +1,410 @@
+"""What does reading another node's blocks cost, beside the raw engine's cost? See benchmarks/README.md."""
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import platform
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_block_moves import LAYOUTS, RUN_BLOCKS, choose_sizes, void
+from bench_block_pool import Sample, find_cpu_model, find_version, interleave, summarize
+
+from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
+from kv_pool.migration.backends.in_process import InProcessBackend
+from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.messages import Cancelled
+from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+from kv_pool.storage import KVStorage
+from kv_pool.storage.checksums import checksum_blocks
+from kv_pool.storage.segments import split_alike
+
+HEADS, HEAD_SIZE = 8, 128
+TRANSFER_ID = b"benchmark".ljust(16)
+SEED = 0
+LONG_S = 60.0
+HAS_NIXL = importlib.util.find_spec("nixl") is not None
+
+
+# ---- both processes ------------------------------------------------------------------------------
+
+
+def make_storage(block_bytes: int, num_blocks: int, layout: str, seed: int) -> KVStorage:
+    """A storage full of random bytes, in one allocation."""
+    block_size, layers = choose_sizes(block_bytes)
+    storage = KVStorage.allocate(num_blocks, block_size, layers, HEADS, HEAD_SIZE, layout=layout)
+    view_memory(storage)[:] = np.random.default_rng(seed).bytes(num_blocks * block_bytes)
+    return storage
+
+
+def view_memory(storage: KVStorage) -> memoryview:
+    """All of it; its tensors are one allocation."""
+    num_bytes = storage.num_blocks * storage.block_bytes
+    memory = (ctypes.c_ubyte * num_bytes).from_address(int(storage.segments.bases.min()))
+    return memoryview(memory).cast("B")
+
+
+def make_backends(storage: KVStorage) -> dict[str, TransferBackend]:
+    backends: list[TransferBackend] = [TcpBackend(storage)]
+    if HAS_NIXL:
+        from kv_pool.migration.backends.nixl import NixlBackend
+
+        backends.append(NixlBackend(storage))
+    return {backend.name: backend for backend in backends}
+
+
+def lend_all(transfer_id: bytes, block_ids: object) -> None:
+    """The transfer lends everything."""
+
+
+# ---- the source's process ------------------------------------------------------------------------
+
+
+def serve(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> None:
+    """Serve a storage by every backend, and raw, until standard input ends."""
+    storage = make_storage(block_bytes, num_blocks, layout, SEED)
+    backends = make_backends(storage)
+    handlers = {
+        name: found for name, one in backends.items() if (found := one.get_bulk_handler()) is not None
+    }
+    for backend in backends.values():
+        backend.attach("source", lend_all, lambda name: "", secret)
+    with (
+        CallServer("127.0.0.1:0", secret, lambda *_: Cancelled(), bulk_handlers=handlers) as server,
+        bind_listener("127.0.0.1:0") as listener,
+    ):
+        threading.Thread(target=serve_raw, args=(listener, view_memory(storage)), daemon=True).start()
+        told = {
+            "address": server.address,
+            "raw_address": format_address(*listener.getsockname()),
+            "descriptions": {name: backend.describe().hex() for name, backend in backends.items()},
+        }
+        print("source", json.dumps(told), flush=True)
+        sys.stdin.read()
+        for backend in backends.values():
+            backend.close()
+
+
+def serve_raw(listener: socket.socket, memory: memoryview) -> None:
+    """Send as many bytes as are asked for, from the memory's beginning, to one client."""
+    connection, _ = listener.accept()
+    tune(connection)
+    while asked := connection.recv(8, socket.MSG_WAITALL):
+        connection.sendall(memory[: int.from_bytes(asked)])
+
+
+@contextlib.contextmanager
+def start_source(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> Iterator[dict[str, Any]]:
+    arguments = [__file__, "--serve", str(block_bytes), str(num_blocks), layout]
+    with subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(secret.hex() + "\n")
+            process.stdin.flush()
+            told = next(line for line in process.stdout if line.startswith("source "))
+            yield json.loads(told.removeprefix("source "))
+        finally:
+            process.stdin.close()
+            process.stdout.close()
+
+
+# ---- the target's process ------------------------------------------------------------------------
+
+
+class Target:
+    """Storages here, and a reader by each backend."""
+
+    def __init__(self, source: dict[str, Any], storage: KVStorage, local: KVStorage, secret: bytes) -> None:
+        self.source = source
+        self.storage = storage
+        self.local = local
+        self.secret = secret
+        self.backends = make_backends(storage)
+        self.local_backend = InProcessBackend(local)
+        self.backends["in_process"] = InProcessBackend(storage)
+        descriptions = {name: bytes.fromhex(told) for name, told in source["descriptions"].items()}
+        self.descriptions = descriptions | {"in_process": self.local_backend.describe()}
+        self.local_backend.attach("local", lend_all, lambda name: "", secret)
+        for backend in self.backends.values():
+            backend.attach("target", lend_all, lambda name: str(source["address"]), secret)
+        self.raw = connect_to(source["raw_address"], LONG_S)
+        self.readers = {name: self.open(name, backend) for name, backend in self.backends.items()}
+
+    def open(self, name: str, backend: TransferBackend) -> BlockReader:
+        return backend.open("source", self.descriptions[name])
+
+    def close(self) -> None:
+        self.raw.close()
+        for reader in self.readers.values():
+            reader.close()
+        for backend in (*self.backends.values(), self.local_backend):
+            backend.close()
+
+
+def time_ms(call: Callable[[], object]) -> Sample:
+    def sample() -> float:
+        start = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - start) / 1e6
+
+    return sample
+
+
+def draw_ids(count: int, in_runs: bool, rng: random.Random) -> list[int]:
+    """`count` of twice as many blocks, at random one by one, or in runs of RUN_BLOCKS."""
+    length = RUN_BLOCKS if in_runs else 1
+    firsts = rng.sample(range(0, 2 * count, length), count // length)
+    return [first + i for first in firsts for i in range(length)]
+
+
+def list_samples(target: Target, sources: list[int], targets: list[int]) -> dict[str, Sample]:
+    """Each backend's read, then its raw engine; memmove; checksums."""
+    num_bytes = len(sources) * target.storage.block_bytes
+    into = view_memory(target.storage)
+
+    def read_by(name: str) -> Callable[[], object]:
+        reader = target.readers[name]
+        return lambda: reader.read(TRANSFER_ID, sources, targets, time.monotonic() + LONG_S)
+
+    def read_raw_tcp() -> None:
+        target.raw.sendall(num_bytes.to_bytes(8))
+        rest = into[:num_bytes]
+        while rest:
+            rest = rest[target.raw.recv_into(rest) :]
+
+    there, here = target.local.segments, target.storage.segments
+    spans = [
+        (from_base + source * from_stride, to_base + place * to_stride, span)
+        for (from_base, from_stride, span, _), (to_base, to_stride, _, _) in zip(
+            there.to_segments(), here.to_segments(), strict=True
+        )
+        for source, place in zip(sources, targets, strict=True)
+    ]
+
+    def move_each_span() -> None:
+        for source, place, span in spans:
+            ctypes.memmove(place, source, span)
+
+    first, second = int(there.bases.min()), int(here.bases.min())
+    samples = {
+        "in process": time_ms(read_by("in_process")),
+        "memmove, a call a span": time_ms(move_each_span),
+        "tcp": time_ms(read_by("tcp")),
+        "tcp, raw": time_ms(read_raw_tcp),
+    }
+    if HAS_NIXL:
+        samples["nixl"] = time_ms(read_by("nixl"))
+        samples["nixl, raw"] = time_ms(prepare_raw_nixl(target, sources, targets))
+    samples["memmove, one call"] = time_ms(lambda: void(ctypes.memmove(second, first, num_bytes)))
+    samples["checksums of the blocks"] = time_ms(lambda: checksum_blocks(target.storage, targets))
+    return samples
+
+
+def prepare_raw_nixl(target: Target, sources: list[int], targets: list[int]) -> Callable[[], None]:
+    """The same descriptors over NIXL's own interface, by an agent of its own that is set up alike."""
+    import msgspec
+    from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+
+    from kv_pool.migration.backends.nixl import NixlDescription, make_table
+
+    peer = msgspec.msgpack.decode(target.descriptions["nixl"], type=NixlDescription)
+    config = nixl_agent_config(
+        backends=["UCX"], enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+    )
+    agent = nixl_agent(secrets.token_hex(8), config)
+    memory = view_memory(target.storage)
+    base = int(target.storage.segments.bases.min())
+    agent.register_memory([(base, len(memory), 0, "")], "DRAM")
+    name = agent.add_remote_agent(peer.metadata).decode()
+    tables = split_alike(make_table(peer), target.storage.segments)
+    lists, ids = [], []
+    for table, whose, block_ids in zip(tables, (name, "NIXL_INIT_AGENT"), (sources, targets), strict=True):
+        rows = [(begin, span, 0, step, table.num_blocks) for begin, step, span, _ in table.to_segments()]
+        lists.append(agent.prep_xfer_dlist(whose, np.array(rows, np.uint64), "DRAM"))
+        first = np.arange(len(table))[:, None] * table.num_blocks
+        ids.append((first + np.array(block_ids)[None, :]).reshape(-1).astype(np.int32))
+
+    def read() -> None:
+        handle = agent.make_prepped_xfer("READ", lists[1], ids[1], lists[0], ids[0])
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL says {state}")
+        handle.release()
+
+    return read
+
+
+RAW = {"in process": "memmove, a call a span", "tcp": "tcp, raw", "nixl": "nixl, raw"}
+
+
+def measure(target: Target, layout: str, in_runs: bool, options: argparse.Namespace) -> dict[str, Any]:
+    block_bytes = target.storage.block_bytes
+    count = target.storage.num_blocks // 2
+    rng = random.Random(options.seed)
+    sources, targets = draw_ids(count, in_runs, rng), draw_ids(count, in_runs, rng)
+    samples = list_samples(target, sources, targets)
+    for name, reader in target.readers.items():
+        view_memory(target.storage)[:] = bytes(target.storage.num_blocks * block_bytes)
+        reader.read(TRANSFER_ID, sources, targets, time.monotonic() + LONG_S)
+        if (checksum_blocks(target.storage, targets) != checksum_blocks(target.local, sources)).any():
+            raise SystemExit(f"{name} has not read what the source has")
+    order = f"in runs of {RUN_BLOCKS}" if in_runs else "scattered"
+    span = int(target.storage.segments.spans[0])
+    title = f"{count} blocks of {block_bytes // 1024} KiB {order}, {LAYOUTS[layout]}"
+    row = interleave(title, "ms", samples, options.runs)
+    print(f"{title}, {len(target.storage.segments)} spans of {span // 1024} KiB")
+    medians = {name: summarize(values)[1] for name, values in row.samples.items()}
+    figures = {}
+    for name, values in row.samples.items():
+        low, median, high = summarize(values)
+        rate = count * block_bytes / median / 1e6
+        shares = {"memmove": medians["memmove, one call"] / median}
+        if name in RAW:
+            shares["raw"] = medians[RAW[name]] / median
+        figures[name] = {"median": median, "p10": low, "p90": high, "gb_per_s": rate, "rate_over": shares}
+        shown = f"{shares['raw']:>12.0%}" if "raw" in shares else " " * 12
+        line = (
+            f"    {name:26}{median:>9.2f}{low:>9.2f}{high:>9.2f}{rate:>9.2f}{shown}{shares['memmove']:>12.0%}"
+        )
+        print(line, flush=True)
+    return {
+        "title": title,
+        "spans": len(target.storage.segments),
+        "span_bytes": span,
+        "num_blocks": count,
+        "block_bytes": block_bytes,
+        "figures": figures,
+        "samples_ms": row.samples,
+    }
+
+
+def measure_first_block(target: Target, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds until one block is here, with everything made anew each time."""
+    found: dict[str, dict[str, list[float]]] = {}
+    makers = {name: type(backend) for name, backend in target.backends.items()}
+    for _ in range(options.runs):
+        for name, make in makers.items():
+            steps = found.setdefault(name, {})
+            start = time.perf_counter_ns()
+
+            def note(step: str, since: int, steps: dict[str, list[float]] = steps) -> int:
+                now = time.perf_counter_ns()
+                steps.setdefault(step, []).append((now - since) / 1e6)
+                return now
+
+            backend = make(target.storage)
+            backend.attach("target", lend_all, lambda name: str(target.source["address"]), target.secret)
+            start = note("make the backend", start)
+            reader = target.open(name, backend)
+            start = note("open a reader", start)
+            for step in ("first block", "next block"):
+                reader.read(TRANSFER_ID, [1], [1], time.monotonic() + LONG_S)
+                start = note(step, start)
+            reader.close()
+            backend.close()
+            del reader, backend  # or what they hold would be given back in the next one's time
+    size = target.storage.block_bytes // 1024
+    print(f"\nms until one block of {size} KiB is here")
+    columns = ["make the backend", "open a reader", "first block", "next block"]
+    print(f"{'':30}" + "".join(f"{column:>18}" for column in columns))
+    for name, steps in found.items():
+        print(f"    {name:26}" + "".join(f"{summarize(steps[column])[1]:>18.2f}" for column in columns))
+    return {"block_bytes": target.storage.block_bytes, "samples_ms": found}
+
+
+@contextlib.contextmanager
+def make_target(block_bytes: int, num_blocks: int, layout: str) -> Iterator[Target]:
+    secret = secrets.token_bytes(32)
+    with start_source(block_bytes, num_blocks, layout, secret) as source:
+        local = make_storage(block_bytes, num_blocks, layout, SEED)
+        target = Target(source, make_storage(block_bytes, num_blocks, layout, SEED + 1), local, secret)
+        try:
+            yield target
+        finally:
+            target.close()
+
+
+def describe_run() -> dict[str, Any]:
+    return {
+        "command": " ".join(["python", "benchmarks/bench_transfer.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": find_cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average_at_start": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: find_version(name) for name in ("kv_pool", "numpy", "xxhash", "nixl")},
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=64, help="bytes of one read")
+    parser.add_argument("--kib", type=int, nargs="+", default=[16, 64, 256, 2048], help="sizes of a block")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0, help="of the block ids")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: 32 blocks of two sizes, 2 runs")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.kib, options.runs, options.mib = [16, 256], 2, 8
+    if min(options.kib) < 4 or RUN_BLOCKS * max(options.kib) > options.mib * 1024:
+        parser.error(f"blocks of 4 KiB or more, and {RUN_BLOCKS} of them in a read at least")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    if options.serve:
+        serve(
+            int(options.serve[0]),
+            int(options.serve[1]),
+            options.serve[2],
+            bytes.fromhex(sys.stdin.readline()),
+        )
+        return
+    provenance = describe_run()
+    for key, value in provenance.items():
+        listed = (
+            ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
+        )
+        print(f"{key:22}{listed}")
+    if not HAS_NIXL:
+        print("NIXL is not installed here, so its lines are left out")
+    columns = "".join(f"{name:>9}" for name in ("ms", "p10", "p90", "GB/s"))
+    print(f"\n{'':30}{columns}{'of raw':>12}{'of memmove':>12}")
+    rows = []
+    for kib in options.kib:
+        count = options.mib * 1024 // kib // RUN_BLOCKS * RUN_BLOCKS
+        for layout in ("BLNHC", "LBNHC") if choose_sizes(kib * 1024)[1] > 1 else ("BLNHC",):
+            with make_target(kib * 1024, 2 * count, layout) as target:
+                rows += [measure(target, layout, in_runs, options) for in_runs in (False, True)]
+    with make_target(256 * 1024, 64, "BLNHC") as target:
+        first = measure_first_block(target, options)
+    if options.json:
+        told = {"provenance": provenance, "rows": rows, "first_block": first}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`Holdings`: which sequences hold which blocks, in which order, and which of them may not be touched now."""
+
+from collections.abc import Callable, Sequence
+
+from kv_pool.adapter.pins import Pins
+from kv_pool.adapter.retention import Retention
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import (
+    FrozenSequenceError,
+    InvalidArgumentError,
+    InvalidBlockError,
+    InvalidTypeError,
+    PinnedBlockError,
+    UnknownSequenceError,
+)
+from kv_pool.manager.leases import BlockLeases
+
+
+class Holder:
+    """A sequence that holds blocks: in the order of its tokens, each once."""
+
+    __slots__ = ("blocks", "last_access_time", "priority", "sequence_id")
+
+    def __init__(self, sequence_id: int, priority: int, now: float) -> None:
+        self.sequence_id = sequence_id
+        self.priority = priority
+        self.last_access_time = now
+        self.blocks: dict[KVCacheBlock, None] = {}
+
+
+class Holdings:
+    """The sequences of one pool and their blocks. Belongs to whoever holds the pool's lock.
+
+    Attributes:
+        holders: by sequence id, in the order of last access, longest ago first. None is without blocks.
+        first_holders: by block the sequence that has held it longest.
+        later_holders: by block the others, in the order in which they came; no block has none.
+        barred: sequences that nobody adds to, frees, shares or pins until a migration is over, and why.
+        leases: of blocks that transfers read or write.
+    """
+
+    def __init__(
+        self,
+        block_pool: RunBlockPool,
+        pins: Pins,
+        retention: Retention,
+        clock: Callable[[], float],
+        device_id: int,
+    ) -> None:
+        self._block_pool = block_pool
+        self._retention = retention
+        self._clock = clock
+        self._device_id = device_id
+        self.pins = pins
+        self.leases: list[BlockLeases] = []
+        # Keyed by block objects, which keep their identity when ids are exchanged.
+        self.holders: dict[int, Holder] = {}
+        self.first_holders: dict[KVCacheBlock, Holder] = {}
+        self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
+        self.barred: dict[int, str] = {}
+
+    def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
+        """Enter the sequence as a holder of blocks, whose references are counted already."""
+        first_holders = self.first_holders
+        added = dict.fromkeys(blocks, holder)
+        if self.later_holders or not first_holders.keys().isdisjoint(added):
+            for block in blocks:
+                if block in first_holders:
+                    self.later_holders.setdefault(block, []).append(holder)
+                    del added[block]
+        first_holders.update(added)
+        holder.blocks.update(dict.fromkeys(blocks))
+        self.note_access(holder)
+
+    def note_access(self, holder: Holder) -> None:
+        """The sequence was used: it is the last in `holders`."""
+        self.holders.pop(holder.sequence_id, None)
+        self.holders[holder.sequence_id] = holder
+        holder.last_access_time = self._clock()
+
+    def drop(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
+        """Take blocks from sequences that hold them. Raises PinnedBlockError; nothing has changed then."""
+        if self.pins:
+            for _, block in drops:
+                if block in self.pins and block not in self.later_holders:
+                    raise PinnedBlockError(
+                        f"block {block.block_id} is pinned and nobody else holds it; unpin it first"
+                    )
+        blocks = [block for _, block in drops]
+        # Tail first, so that the head of a prefix can be hit longest; blocks without hash have no such order.
+        blocks.reverse()
+        self._block_pool.free_blocks(blocks)
+        first_holders = self.first_holders
+        for holder, block in drops:
+            del holder.blocks[block]
+            if not holder.blocks:
+                del self.holders[holder.sequence_id]
+            if block in self.later_holders:
+                self._drop_shared(holder, block)
+            else:
+                del first_holders[block]
+            if block.block_hash is not None:
+                self._retention.note_freed([block], holder.priority)
+
+    def _drop_shared(self, holder: Holder, block: KVCacheBlock) -> None:
+        later = self.later_holders[block]
+        if self.first_holders[block] is holder:
+            self.first_holders[block] = later.pop(0)
+        else:
+            later.remove(holder)
+        if not later:
+            del self.later_holders[block]
+
+    def check_usable(self, sequence_id: int) -> None:
+        """Raise FrozenSequenceError where a migration has the sequence."""
+        why = self.barred.get(sequence_id)
+        if why is not None:
+            raise FrozenSequenceError(f"sequence {sequence_id} {why}; wait until that is over, or cancel it")
+
+    def find(self, sequence_id: int) -> Holder:
+        """The sequence. Raises UnknownSequenceError where it holds nothing."""
+        holder = self.holders.get(sequence_id)
+        if holder is None:
+            raise UnknownSequenceError(
+                f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Evicted?"
+            )
+        return holder
+
+    def find_usable(self, sequence_id: int) -> Holder:
+        """As `find`; raises FrozenSequenceError, too."""
+        if self.barred:
+            self.check_usable(sequence_id)
+        return self.find(sequence_id)
+
+    def find_block(self, block_id: int) -> KVCacheBlock:
+        """The block, free or in use. Raises InvalidTypeError, InvalidBlockError for what is none."""
+        if not isinstance(block_id, int):
+            raise InvalidTypeError(f"a block id is an int, not a {type(block_id).__name__}")
+        total_blocks = len(self._block_pool.blocks) - 1
+        if not 0 < block_id <= total_blocks:
+            raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
+        return self._block_pool.blocks[block_id]
+
+    def find_held(self, block_ids: Sequence[int]) -> list[KVCacheBlock]:
+        """The blocks, each of which some sequence holds."""
+        blocks = self._block_pool.blocks
+        first_holders = self.first_holders
+        num_blocks = len(blocks)
+        found = []
+        for block_id in block_ids:
+            if type(block_id) is not int or not 0 < block_id < num_blocks:
+                self.find_block(block_id)
+            block = blocks[block_id]
+            if block not in first_holders:
+                raise InvalidBlockError(f"block {block_id} is held by no sequence. Was it freed twice?")
+            found.append(block)
+        return found
+
+    def find_drops(
+        self, block_ids: Sequence[int], sequence_id: int | None
+    ) -> list[tuple[Holder, KVCacheBlock]]:
+        """Who loses which block, each listed once: the sequence that has held it longest, or the one named.
+
+        Raises:
+            InvalidBlockError: a block is listed twice, or not held by that sequence, or by none.
+            FrozenSequenceError: a migration has one of the sequences.
+        """
+        blocks = self.find_held(block_ids)
+        if len(set(block_ids)) != len(block_ids):
+            twice = next(block_id for at, block_id in enumerate(block_ids) if block_id in block_ids[:at])
+            raise InvalidBlockError(f"block {twice} is listed twice")
+        if sequence_id is None:
+            drops = [(self.first_holders[block], block) for block in blocks]
+        else:
+            holder = self.find(sequence_id)
+            for block in blocks:
+                if block not in holder.blocks:
+                    raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
+            drops = [(holder, block) for block in blocks]
+        if self.barred:
+            for holder, _ in drops:
+                self.check_usable(holder.sequence_id)
+        return drops
+
+    def check_not_frozen(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Raise FrozenSequenceError where a migration has a sequence that holds one of these blocks."""
+        if self.barred:
+            for block in blocks:
+                for holder in (self.first_holders[block], *self.later_holders.get(block, ())):
+                    self.check_usable(holder.sequence_id)
+
+    def list_fixed(self) -> list[int]:
+        """Ids of blocks that stay where they are: pinned, lent, of a frozen sequence, or in flight.
+
+        In flight is what somebody took from the block pool, and what is waited for there: it may be read or
+        written at the id it had. O(pinned + lent + waited for), and O(blocks of the pool) where any was
+        taken.
+        """
+        pool = self._block_pool
+        fixed = [*self.pins.list_ids(), *pool.get_watched_ids()]
+        for leases in self.leases:
+            fixed += [block.block_id for block in leases.list_lent_blocks()]
+        for sequence_id in self.barred:
+            if sequence_id in self.holders:
+                fixed += [block.block_id for block in self.holders[sequence_id].blocks]
+        if pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks > len(self.first_holders):
+            fixed += [
+                block.block_id
+                for block in pool.blocks[1:]
+                if block.ref_cnt and block not in self.first_holders
+            ]
+        return fixed
+
+
+def check_sequence_id(sequence_id: int) -> None:
+    """Raise InvalidArgumentError for what could be taken for `NO_SEQUENCE`."""
+    if sequence_id < 0:
+        raise InvalidArgumentError(f"sequence_id is {sequence_id}; ids are 0 or more, -1 stands for none")

@@ -1,0 +1,113 @@
+"""`MigrationRoutes`: where blocks of a pool can go, by device id, and how they get there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from kv_pool.errors import InvalidArgumentError, UnknownDeviceError
+from kv_pool.ids import BlockMove
+
+if TYPE_CHECKING:
+    from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+    from kv_pool.adapter.migration_site import GPUKVPoolSite
+    from kv_pool.migration.migrator import Migrator
+
+
+class MigrationRoutes:
+    """Connected pools of this process, and devices that are other nodes."""
+
+    def __init__(self, pool: GPUKVPool) -> None:
+        self._pool = pool
+        self._site: GPUKVPoolSite | None = None
+        self._pools: dict[int, GPUKVPool] = {}
+        self._nodes: dict[int, tuple[Migrator, str]] = {}
+
+    def connect(self, peer: GPUKVPool) -> None:
+        """See `GPUKVPool.connect`."""
+        pool = self._pool
+        for here, other in ((pool, peer), (peer, pool)):
+            routes = here._routes
+            known = routes._pools.get(other.device_id, other)
+            if other.device_id == here.device_id or known is not other or other.device_id in routes._nodes:
+                raise InvalidArgumentError(f"device {other.device_id} is known here already")
+        if peer.block_size != pool.block_size:
+            raise InvalidArgumentError(f"blocks of {pool.block_size} tokens here, {peer.block_size} there")
+        self._pools[peer.device_id] = peer
+        peer._routes._pools[pool.device_id] = pool
+
+    def attach(self, migrator: Migrator, devices: dict[int, str]) -> None:
+        """See `GPUKVPool.attach`."""
+        for device_id in devices:
+            if device_id == self._pool.device_id or device_id in self._pools:
+                raise InvalidArgumentError(f"device {device_id} is known here already")
+        self._nodes.update({device_id: (migrator, name) for device_id, name in devices.items()})
+
+    def get_node(self, device_id: int) -> str:
+        """The name of the node that a device is. Raises UnknownDeviceError."""
+        if device_id not in self._nodes:
+            self._refuse(device_id)
+        return self._nodes[device_id][1]
+
+    def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
+        """See `GPUKVPool.migrate_blocks`."""
+        peer = self._pools.get(device_id)
+        if peer is not None:
+            return move_blocks(self.find_site(), peer._routes.find_site(), block_ids)
+        if device_id not in self._nodes:
+            self._refuse(device_id)
+        from kv_pool.migration.subjects import BlocksSubject
+
+        if not block_ids:
+            return []
+        migrator, name = self._nodes[device_id]
+        with self._pool.lock:
+            blocks = self._pool.holdings.find_held(block_ids)
+            generations = tuple(block.generation for block in blocks)
+        return migrator.migrate(BlocksSubject(tuple(block_ids), generations), name).wait()
+
+    def find_site(self) -> GPUKVPoolSite:
+        """The site through which blocks come and go within this process."""
+        if self._site is None:
+            from kv_pool.adapter.migration_site import GPUKVPoolSite
+
+            self._site = GPUKVPoolSite(self._pool)
+        return self._site
+
+    def _refuse(self, device_id: int) -> None:
+        raise UnknownDeviceError(
+            f"device {device_id!r} is not connected to device {self._pool.device_id}; "
+            f"connected are {sorted({*self._pools, *self._nodes})}. See connect() and attach()."
+        )
+
+
+def move_blocks(source: GPUKVPoolSite, target: GPUKVPoolSite, block_ids: Sequence[int]) -> list[int]:
+    """Move blocks between two pools of this process in one step, both locked; nothing can come in between.
+
+    Returns and raises as `GPUKVPool.migrate_blocks`.
+    """
+    from kv_pool.migration.subjects import BlocksSubject
+
+    with ExitStack() as locks:
+        for site in sorted((source, target), key=lambda site: site.pool.device_id):  # always in this order
+            locks.enter_context(site.lock)
+        subject = BlocksSubject(tuple(block_ids))
+        selection = source.select(subject, for_move=True)
+        room = target.take_room(subject, selection.offered, selection.state)
+        new_ids = [block.block_id for block in room.blocks]
+        try:
+            moves = [
+                BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
+            ]
+            source.storage.copy_to(target.storage, moves)
+            # The old ids may be taken on return, by work that is queued elsewhere.
+            target.storage.synchronize()
+        except BaseException:
+            target.drop(room)
+            raise
+        source.freeze(subject)
+        target.insert(subject, selection.offered, room, selection.state)
+        target.adopt(subject, selection.offered, room, selection.state)
+        source.release(subject, selection, f"device {target.pool.device_id}", new_ids)
+        return new_ids

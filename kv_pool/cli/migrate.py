@@ -1,0 +1,88 @@
+"""`kv-pool migrate`: a sequence of a running pool goes to another node."""
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.progress import MofNCompleteColumn
+
+import kv_pool.errors as errors
+from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.cli.migration_lines import describe_bytes, describe_outcome
+from kv_pool.cli.progress import make_progress_bar
+from kv_pool.control.client import ControlClient
+from kv_pool.errors import InvalidArgumentError, KVPoolError, MigrationError
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.replay.capacity import parse_rate
+
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def migrate(
+    sequence_id: Annotated[
+        str,
+        typer.Option(
+            metavar="N|newest", help="Which sequence; see kv-pool sequences. The newest has the highest id."
+        ),
+    ],
+    target_node: Annotated[str, typer.Option(metavar="NAME", help="Where to; see kv-pool peers.")],
+    copy: Annotated[bool, typer.Option("--copy", help="The sequence stays here, too.")] = False,
+    max_rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Bytes a second at most, such as 100MB/s.")
+    ] = None,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
+    """Move a sequence, with its bytes, from a running pool to another node; Ctrl-C gives it up."""
+    number = parse_sequence_id(sequence_id)
+    rate = 0.0 if max_rate is None else parse_rate(max_rate)
+    with ControlClient(socket, node=node, not_node=target_node) as client:
+        status = client.migrate(number, target_node, is_move=not copy, max_bytes_per_s=rate)
+        try:
+            status = _follow(client, status)
+        except KeyboardInterrupt:
+            client.cancel_migration(status.migration_id)
+            status = _follow(client, status)
+    if json:
+        print(msgspec.json.encode(status).decode())
+    elif status.phase is not MigrationPhase.FAILED:
+        print(describe_outcome(status))
+    if status.phase is not MigrationPhase.DONE:
+        _raise(status)
+
+
+def parse_sequence_id(text: str) -> int | None:
+    """The number; None for `newest`. Raises InvalidArgumentError for anything else."""
+    if text == "newest":
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidArgumentError(f"{text!r} is no sequence; give its number, or newest")
+    return int(text)
+
+
+def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
+    """Show how far it is until it has ended."""
+    with make_progress_bar(f"{status.subject} to {status.peer}", MofNCompleteColumn()) as bar:
+        task = bar.add_task("", total=None, live="")
+        while not status.phase.is_ended:
+            # The node has no way to tell us; a look costs it some microseconds.
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            status = client.get_migration(status.migration_id)
+            bar.update(
+                task,
+                total=status.num_blocks or None,
+                completed=status.num_done_blocks,
+                live=f"{status.phase.value}, {describe_bytes(status.bytes_per_s)}/s",
+            )
+    return status
+
+
+def _raise(status: MigrationStatus) -> None:
+    """As what the migration failed."""
+    if status.phase is MigrationPhase.CANCELLED:
+        raise errors.MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
+    kind = getattr(errors, status.error, MigrationError)
+    is_ours = isinstance(kind, type) and issubclass(kind, KVPoolError)
+    raise (kind if is_ours else MigrationError)(f"{status.subject} stays: {status.error_message}")

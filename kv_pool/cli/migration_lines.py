@@ -1,0 +1,26 @@
+"""Migrations in words: sizes, rates, one line each."""
+
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+
+
+def describe_outcome(status: MigrationStatus) -> str:
+    """What came of a migration that has ended, or how far it is; the error of a failed one is not in it."""
+    verb = "moved" if status.is_move else "copied"
+    to = "to" if status.direction == "out" else "from"
+    if status.phase is not MigrationPhase.DONE:
+        return f"{status.subject} {to} node {status.peer}: {status.phase.value}"
+    present = f"; {status.num_present_blocks} of them were there already" if status.num_present_blocks else ""
+    return (
+        f"{status.subject} {verb} {to} node {status.peer}: {status.num_blocks} blocks, "
+        f"{describe_bytes(status.num_bytes)} in {status.num_descriptors} pieces, "
+        f"{status.elapsed_s * 1000:.0f} ms{present}"
+    )
+
+
+def describe_bytes(num_bytes: float) -> str:
+    """With a unit, so that there are few digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

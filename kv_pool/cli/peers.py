@@ -1,0 +1,40 @@
+"""`kv-pool peers`: the nodes that a running node knows, how near they are and how much room they have."""
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.control.client import ControlClient
+
+
+def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+    """Ask a running node for the nodes that it knows."""
+    with ControlClient(socket, node=node) as client:
+        found = client.list_peers()
+    if json:
+        print(msgspec.json.encode(found).decode())
+        return
+    print(f"node {found.name} at {found.address} knows {len(found.peers)} other nodes")
+    if not found.peers:
+        return
+    table = Table(box=box.SIMPLE)
+    for title in ("node", "address", "nearness", "free blocks", "round trip"):
+        table.add_column(title, justify="right" if title in ("free blocks", "round trip") else "left")
+    for peer in found.peers:
+        if peer.error:
+            table.add_row(peer.name, peer.address, "no answer", "", "")
+        else:
+            table.add_row(
+                peer.name,
+                peer.address,
+                peer.nearness if peer.nearness == "elsewhere" else f"same {peer.nearness}",
+                f"{peer.num_free_blocks:,} of {peer.num_blocks:,}",
+                f"{peer.round_trip_ms:.1f} ms",
+            )
+    console = Console()
+    console.print(table)
+    for peer in found.peers:
+        if peer.error:
+            print(f"{peer.name}: {peer.error}")

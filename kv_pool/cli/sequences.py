@@ -1,0 +1,30 @@
+"""`kv-pool sequences`: what a running pool's blocks are held by."""
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.control.client import ControlClient
+
+
+def sequences(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+    """List the sequences of a running pool, those first that nobody has used for longest."""
+    with ControlClient(socket, node=node) as client:
+        found = client.list_sequences()
+    if json:
+        print(msgspec.json.encode(found).decode())
+        return
+    table = Table(box=box.SIMPLE)
+    for title in ("sequence", "blocks", "priority", "last used", ""):
+        table.add_column(title, justify="right" if title else "left")
+    for sequence in found.sequences:
+        table.add_row(
+            str(sequence.sequence_id),
+            f"{sequence.num_blocks:,}",
+            str(sequence.priority),
+            f"{sequence.idle_s:.1f} s ago",
+            "migrates" if sequence.is_migrating else "",
+        )
+    Console().print(table)

@@ -1,0 +1,42 @@
+"""`BlockContents`: bytes for blocks that no model computes, made of their names and checked by them."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from kv_pool.ids import BlockHash
+from kv_pool.storage.block_storage import BlockStorage
+
+
+class BlockContents:
+    """The memory of a pool's blocks, and what is in it: a block's bytes follow from its hash.
+
+    Args:
+        num_blocks: the null block included.
+        block_bytes: of each block.
+
+    Attributes:
+        storage: for the pool.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._rows = np.zeros((num_blocks, block_bytes), np.uint8)
+        self.storage = BlockStorage.wrap_state([self._rows])
+
+    def write(self, block_ids: Sequence[int], names: Sequence[BlockHash]) -> None:
+        """Fill each block with the bytes of its name."""
+        for block_id, name in zip(block_ids, names, strict=True):
+            self._rows[block_id] = self._make_bytes(name)
+
+    def find_wrong(self, block_ids: Sequence[int], names: Sequence[BlockHash]) -> list[int]:
+        """The blocks that hold anything but the bytes of their names."""
+        return [
+            block_id
+            for block_id, name in zip(block_ids, names, strict=True)
+            if not np.array_equal(self._rows[block_id], self._make_bytes(name))
+        ]
+
+    def _make_bytes(self, name: BlockHash) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+        digest = np.frombuffer(blake2b(name).digest(), np.uint8)
+        return np.resize(digest, self._rows.shape[1])

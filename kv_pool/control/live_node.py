@@ -1,0 +1,211 @@
+"""`LiveNode`: a pool that other nodes can reach, and what it can be asked and told to do."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.adapter.migration_site import GPUKVPoolSite, SequenceOwner
+from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
+from kv_pool.control.node_secret import find_secret
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.errors import (
+    InvalidArgumentError,
+    KVPoolError,
+    PoolExhaustedError,
+    UnknownSequenceError,
+)
+from kv_pool.migration.announcer import Announcer
+from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.registry import NodeRegistry
+from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.subjects import SequenceSubject
+from kv_pool.migration.topology import Topology, find_nearness, read_topology
+from kv_pool.replay.capacity import parse_rate
+
+_DEFAULT_LISTEN = "127.0.0.1:0"
+_ASK_TIMEOUT_S = 2.0
+_MAX_ASKED_AT_ONCE = 16
+_SHOWN_IDS = 10
+
+_logger = logging.getLogger(__name__)
+
+
+class LiveNode:
+    """A pool as a node: its migrator, the nodes that it knows, and how near they are.
+
+        with LiveNode(pool, ServeSettings(name="a")) as node:
+            node.migrate(7, "b")
+
+    Args:
+        settings: with a name; what is said there of nodes.
+        owner: the engine over the pool, see `SequenceOwner`; None for none.
+
+    Attributes:
+        migrator, topology: what it is made of.
+    Raises:
+        InvalidArgumentError: settings that can not be meant, or no secret.
+    """
+
+    def __init__(
+        self,
+        pool: GPUKVPool,
+        settings: ServeSettings,
+        *,
+        owner: SequenceOwner | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if settings.name is None:
+            raise InvalidArgumentError("a node has a name; give it one with --name")
+        self.pool = pool
+        self._clock = clock
+        self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
+        peers = Peers() if settings.nodes is None else read_peers(settings.nodes)
+        for text in settings.peer:
+            known = parse_peer(text)
+            peers.add(known.name, known.address)
+        secret = find_secret(settings.secret_file)
+        site = GPUKVPoolSite(pool, owner=owner)
+        self._locations: dict[str, NodeLocation] = {}
+        self._registry = NodeRegistry(clock)
+        self.migrator = Migrator(
+            settings.name,
+            site,
+            backends=[TcpBackend(site.storage)],
+            secret=secret,
+            listen=settings.listen or _DEFAULT_LISTEN,
+            peers=peers,
+            location=NodeLocation(
+                settings.network, settings.rack, settings.host or socket.gethostname(), settings.device
+            ),
+            max_bytes_per_s=0.0 if settings.max_rate is None else parse_rate(settings.max_rate),
+            on_phase=self._learn_from,
+            registry=self._registry,
+        )
+        self._announcer: Announcer | None = None
+        if settings.registry is not None:
+            is_address = ":" in settings.registry
+            address = settings.registry if is_address else peers.get_address(settings.registry)
+            self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, settings.name))
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "LiveNode":
+        with ExitStack() as stack:
+            node = stack.enter_context(self.migrator)
+            self._registry.keep(KnownNode(node.name, node.address, node.location))
+            if self._announcer is not None:
+                stack.enter_context(self._announcer)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def migrate(
+        self, sequence_id: int | None, target: str, *, is_move: bool = True, max_bytes_per_s: float = 0.0
+    ) -> MigrationStatus:
+        """Begin to migrate a sequence, after asking the target whether it has room.
+
+        Args:
+            sequence_id: None for the newest one, that with the highest id.
+        Raises:
+            UnknownSequenceError: it holds no blocks; names some that do.
+            PoolExhaustedError: the target has no room for it.
+            PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target can not have it.
+            In all cases nothing has changed. Waits for the target's answer.
+        """
+        if sequence_id is None:
+            sequence_id = max(self.pool.list_sequences(), default=None)
+            if sequence_id is None:
+                raise UnknownSequenceError(f"no sequence holds blocks on node {self.migrator.name}")
+        num_blocks = len(self.pool.blocks_of(sequence_id))
+        if not num_blocks:
+            known = [str(known) for known in self.pool.list_sequences()]
+            more = f" and {len(known) - _SHOWN_IDS} more" if len(known) > _SHOWN_IDS else ""
+            raise UnknownSequenceError(
+                f"sequence {sequence_id} holds no blocks on node {self.migrator.name}; these do: "
+                f"{', '.join(known[-_SHOWN_IDS:]) or 'none'}{more}"
+            )
+        there = self._ask(target)
+        self.migrator.site.layout.check_same(there.layout, f"node {target!r}")
+        if there.num_free_blocks < num_blocks:
+            raise PoolExhaustedError(
+                f"node {target} has no room for sequence {sequence_id}: {there.num_free_blocks} of "
+                f"{there.num_blocks} blocks are free there, {num_blocks} are needed"
+            )
+        migration = self.migrator.migrate(
+            SequenceSubject(sequence_id), target, is_move=is_move, max_bytes_per_s=max_bytes_per_s or None
+        )
+        return migration.get_status()
+
+    def list_migrations(self, migration_id: str | None = None) -> MigrationList:
+        """All that are known, or one. Raises InvalidArgumentError where that is not known."""
+        if migration_id is not None:
+            return MigrationList(
+                self.migrator.name, [self.migrator.find_migration(migration_id).get_status()]
+            )
+        return MigrationList(self.migrator.name, self.migrator.list_migrations())
+
+    def cancel(self, migration_id: str) -> MigrationStatus:
+        """Give one up, if it is not too late. Raises InvalidArgumentError where it is not known."""
+        migration = self.migrator.find_migration(migration_id)
+        migration.cancel()
+        return migration.get_status()
+
+    def list_peers(self) -> PeerList:
+        """The nodes that this one knows, asked all at once. Waits for their answers, 2 s at most."""
+        self._learn_peers()
+        known = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
+        with ThreadPoolExecutor(min(len(known), _MAX_ASKED_AT_ONCE) or 1) as executor:
+            reports = list(executor.map(self._report, known))
+        return PeerList(self.migrator.name, self.migrator.address, reports)
+
+    def _report(self, known: KnownNode) -> PeerReport:
+        started = time.perf_counter()
+        try:
+            there = self._ask(known.name)
+        except KVPoolError as error:
+            return PeerReport(known.name, known.address, error=str(error))
+        nearness = find_nearness(self.migrator.location, there.location)
+        return PeerReport(
+            known.name,
+            known.address,
+            nearness.value,
+            there.num_free_blocks,
+            there.num_blocks,
+            (time.perf_counter() - started) * 1000,
+        )
+
+    def _ask(self, name: str) -> NodeDescription:
+        self._learn_peers()
+        started = time.perf_counter()
+        there = self.migrator.ask(name, _ASK_TIMEOUT_S)
+        self._locations[name] = there.location
+        nearness = find_nearness(self.migrator.location, there.location)
+        self.topology.note_round_trip(nearness, time.perf_counter() - started)
+        return there
+
+    def _learn_peers(self) -> None:
+        if self._announcer is None:
+            self.migrator.peers.learn(
+                [node for node in self._registry.list_nodes().nodes if node.name != self.migrator.name]
+            )
+
+    def _learn_from(self, status: MigrationStatus) -> None:
+        """The topology learns from what has been read here."""
+        if status.phase is MigrationPhase.DONE and status.direction == "in":
+            there = self._locations.get(status.peer, NodeLocation())
+            nearness = find_nearness(self.migrator.location, there)
+            self.topology.note_transfer(nearness, status.num_bytes, status.elapsed_s)
+        elif status.phase is MigrationPhase.FAILED:
+            _logger.info("%s to or from node %s: %s", status.subject, status.peer, status.error_message)

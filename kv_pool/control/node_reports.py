@@ -1,0 +1,59 @@
+"""What a node says of its peers, sequences and migrations over the control socket."""
+
+import msgspec
+
+from kv_pool.migration.status import MigrationStatus
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """Another node, as it has just answered.
+
+    Attributes:
+        nearness: the smallest place that it shares with this one.
+        round_trip_ms: from the question to its answer; 0 where there was none.
+        error: why it could not be asked; "" if it could.
+    """
+
+    name: str
+    address: str
+    nearness: str = ""
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    round_trip_ms: float = 0.0
+    error: str = ""
+
+
+class PeerList(msgspec.Struct, frozen=True):
+    """A node and the nodes that it knows."""
+
+    name: str
+    address: str
+    peers: list[PeerReport]
+
+
+class MigrationList(msgspec.Struct, frozen=True):
+    """Migrations of a node that run, and the last that have ended, oldest first."""
+
+    name: str
+    migrations: list[MigrationStatus]
+
+
+class SequenceReport(msgspec.Struct, frozen=True):
+    """A sequence of a pool.
+
+    Attributes:
+        idle_s: since its last access.
+        is_migrating: a migration has it at the moment.
+    """
+
+    sequence_id: int
+    num_blocks: int
+    priority: int
+    idle_s: float
+    is_migrating: bool
+
+
+class SequenceList(msgspec.Struct, frozen=True):
+    """The sequences of a pool that hold blocks, the last one accessed last."""
+
+    sequences: list[SequenceReport]

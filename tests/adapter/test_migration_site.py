@@ -1,0 +1,357 @@
+"""A pool as a site: what it offers, what a migration has nobody touches, and what becomes of it."""
+
+import pytest
+from adapter.made_pool import check, draw, fill, make, make_storage, read, state, take
+from drawing import hash_of
+
+from kv_pool import (
+    InvalidArgumentError,
+    InvalidBlockError,
+    LRUEviction,
+    PinnedBlockError,
+    PoolExhaustedError,
+    UnknownSequenceError,
+)
+from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.core.block_keys import make_external_block_hash
+from kv_pool.errors import FrozenSequenceError, StaleTransferError
+from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+
+
+def make_sites(owner=None, **options):
+    """1 1 1 2 . . . . . .  and  3 . . . . , all with bytes."""
+    here = make(storage=make_storage(), eviction_policy=LRUEviction(), **options)
+    there = make(5, device_id=1, storage=make_storage(6), enable_kv_cache_events=True)
+    take(here, 1, 3)
+    take(here, 2, 1)
+    take(there, 3, 1)
+    fill(here)
+    fill(there)
+    return GPUKVPoolSite(here, owner=owner), GPUKVPoolSite(there, owner=owner)
+
+
+def copy_bytes(source, target, selection, room):
+    moves = [(selection.blocks[at].block_id, room.blocks[at].block_id) for at in room.missing]
+    source.storage.copy_to(target.storage, moves)
+
+
+def arrive(source, target, subject, is_move):
+    """Up to the moment when the target has the blocks and the source does not know it."""
+    selection = source.select(subject, is_move)
+    if is_move:
+        source.freeze(subject)
+    room = target.take_room(subject, selection.offered, selection.state)
+    copy_bytes(source, target, selection, room)
+    target.insert(subject, selection.offered, room, selection.state)
+    return selection, room
+
+
+def migrate(source, target, subject, is_move=True):
+    selection, room = arrive(source, target, subject, is_move)
+    new_ids = [block.block_id for block in room.blocks]
+    if is_move:
+        source.release(subject, selection, "b", new_ids)
+    target.adopt(subject, selection.offered, room, selection.state)
+    return new_ids
+
+
+def test_a_sequence_moves_with_its_bytes_hashes_and_priority():
+    here, there = make_sites()
+    take(here.pool, 1, 1, priority=2)
+    fill(here.pool)
+    hashes = [hash_of(number) for number in (1, 2)]
+    here.pool.cache_prefix(1, hashes)
+    migrate(here, there, SequenceSubject(1))
+    assert draw(here.pool) == "**.2......"
+    assert draw(there.pool) == "31111"
+    assert read(there.pool, 1) == [16, 17, 18, 19]
+    assert there.pool.claim_prefix(8, hashes) == there.pool.blocks_of(1)[:2]
+    assert there.pool.holdings.holders[1].priority == 2
+    check(here.pool)
+    check(there.pool)
+
+
+def test_a_copy_leaves_the_sequence_where_it_is():
+    here, there = make_sites()
+    migrate(here, there, SequenceSubject(1), is_move=False)
+    assert read(here.pool, 1) == read(there.pool, 1) == [16, 17, 18]
+    check(here.pool)
+    check(there.pool)
+
+
+def test_content_that_is_there_already_is_shared_instead_of_read():
+    here, there = make_sites()
+    hashes = [hash_of(number) for number in (1, 2)]
+    here.pool.cache_prefix(1, hashes)
+    migrate(here, there, PrefixSubject(tuple(hashes)), is_move=False)
+    assert draw(there.pool).count("*") == 2
+    selection, room = arrive(here, there, SequenceSubject(1), True)
+    assert room.missing == [2]
+    here.release(SequenceSubject(1), selection, "b", [])
+    there.adopt(SequenceSubject(1), selection.offered, room, selection.state)
+    assert read(there.pool, 1) == [16, 17, 18]
+    check(there.pool)
+
+
+def test_a_prefix_is_copied_and_hit_there_and_events_tell_of_it():
+    here, there = make_sites()
+    hashes = [hash_of(number) for number in (1, 2, 3)]
+    here.pool.cache_prefix(1, hashes)
+    here.pool.free_sequence(1)
+    migrate(here, there, PrefixSubject((*hashes, hash_of(9))), is_move=False)
+    external = [make_external_block_hash(block_hash) for block_hash in hashes]
+    assert [(event.block_hashes, event.parent_block_hash) for event in there.pool.take_events()] == [
+        ([external[0]], None),
+        ([external[1]], external[0]),
+        ([external[2]], external[1]),
+    ]
+    assert len(there.pool.claim_prefix(8, hashes)) == 3
+    assert read(there.pool, 8) == [16, 17, 18]
+    assert draw(here.pool) == "***2......"
+    assert here.select(PrefixSubject((hash_of(9),)), for_move=False).blocks == []
+    with pytest.raises(InvalidArgumentError, match="copied, not moved"):
+        here.select(PrefixSubject(tuple(hashes)), for_move=True)
+    with pytest.raises(InvalidArgumentError, match="copied, not moved"):
+        here.freeze(PrefixSubject(tuple(hashes)))
+
+
+def test_blocks_go_to_the_end_of_the_same_sequences():
+    here, there = make_sites()
+    migrate(here, there, SequenceSubject(2))
+    migrate(here, there, BlocksSubject((2, 3)))
+    assert (here.pool.blocks_of(1), read(there.pool, 1)) == ([1], [17, 18])
+    migrate(here, there, BlocksSubject((1,)))
+    assert read(there.pool, 1) == [17, 18, 16]
+    check(here.pool)
+    check(there.pool)
+
+
+def test_cached_blocks_that_nobody_holds_are_copied_and_only_copied():
+    here, there = make_sites()
+    here.pool.cache_prefix(1, [hash_of(1), hash_of(2)])
+    here.pool.free_sequence(1)
+    migrate(here, there, BlocksSubject((1, 2)), is_move=False)
+    assert len(there.pool.claim_prefix(8, [hash_of(1), hash_of(2)])) == 2
+    with pytest.raises(InvalidBlockError, match="block 1 is held by no sequence"):
+        here.select(BlocksSubject((1,)), for_move=True)
+    with pytest.raises(InvalidBlockError, match="block 5 is neither held by a sequence nor cached"):
+        here.select(BlocksSubject((5,)), for_move=False)
+
+
+def test_a_block_that_was_taken_anew_is_refused():
+    here, _ = make_sites()
+    [block_id] = here.pool.blocks_of(2)
+    generation = here.pool.block_pool.blocks[block_id].generation
+    subject = BlocksSubject((block_id,), (generation,))
+    assert here.select(subject, for_move=True).offered[0].generation == generation
+    here.pool.free_sequence(2)
+    assert take(here.pool, 4, 7)
+    assert block_id in here.pool.blocks_of(4)
+    with pytest.raises(StaleTransferError, match="was taken anew since it was named"):
+        here.select(subject, for_move=True)
+    with pytest.raises(InvalidArgumentError, match="2 generations of 1 blocks"):
+        here.select(BlocksSubject((1,), (1, 2)), for_move=False)
+
+
+ADDING = {
+    "allocate": lambda pool: take(pool, 1, 1),
+    "claim": lambda pool: pool.claim_prefix(1, [hash_of(1)]),
+    "fork into": lambda pool: pool.fork(pool.list_sequences()[-1], 1),
+}
+TAKING = {
+    "fork": lambda pool: pool.fork(1, 7),
+    "free": lambda pool: pool.free([2]),
+    "free of": lambda pool: pool.free([2], sequence_id=1),
+    "free_sequence": lambda pool: pool.free_sequence(1),
+    "pin": lambda pool: pool.pin([2]),
+    "migrate": lambda pool: pool.migrate_blocks([2], 1),
+}
+
+
+@pytest.mark.parametrize("name", [*ADDING, *TAKING])
+def test_nobody_touches_a_sequence_that_goes(name):
+    here, there = make_sites()
+    here.pool.connect(there.pool)
+    arrive(here, there, SequenceSubject(1), True)
+    before = state(here.pool)
+    with pytest.raises(FrozenSequenceError, match="sequence 1 is being moved to another node"):
+        {**ADDING, **TAKING}[name](here.pool)
+    assert state(here.pool) == before
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_nobody_begins_a_sequence_that_comes(name):
+    here, there = make_sites()
+    arrive(here, there, SequenceSubject(1), True)
+    before = state(there.pool)
+    with pytest.raises(FrozenSequenceError, match="sequence 1 is coming from another node"):
+        ADDING[name](there.pool)
+    assert state(there.pool) == before
+
+
+def test_a_sequence_on_its_way_is_neither_evicted_nor_compacted():
+    here, there = make_sites()
+    arrive(here, there, SequenceSubject(1), True)
+    here.pool.free_sequence(2)
+    take(here.pool, 4, 1, contiguous="no")
+    assert here.pool.evict(10) == []
+    assert here.pool.list_victims(10) == [4]
+    with pytest.raises(PoolExhaustedError, match="too little may go"):
+        take(here.pool, 5, 8)
+    ids = here.pool.blocks_of(1)
+    here.pool.defragment()
+    there.pool.defragment()
+    assert here.pool.blocks_of(1) == ids
+    with pytest.raises(InvalidBlockError):
+        here.pool.shrink(9)
+    with pytest.raises(FrozenSequenceError):
+        here.freeze(SequenceSubject(1))
+    with pytest.raises(FrozenSequenceError):
+        here.select(BlocksSubject((1,)), for_move=True)
+    with pytest.raises(FrozenSequenceError):
+        there.take_room(SequenceSubject(1), [], b"")
+    here.thaw(SequenceSubject(1))
+    assert here.pool.evict(4) == [1, 4]
+
+
+def test_lent_blocks_are_not_moved_by_compaction():
+    here, _ = make_sites()
+    here.pool.free_sequence(1)
+    [block_id] = here.pool.blocks_of(2)
+    lease = here.leases.lend([here.pool.block_pool.blocks[block_id]], float("inf"), "a test")
+    assert here.pool.defragment() == 0
+    lease.give_back()
+    assert here.pool.defragment() == 1
+    assert here.pool.blocks_of(2) == [1]
+
+
+def test_a_move_that_fails_leaves_both_as_they_were():
+    here, there = make_sites()
+    before = state(here.pool), draw(there.pool)
+    selection = here.select(SequenceSubject(1), True)
+    here.freeze(SequenceSubject(1))
+    room = there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    there.drop(room)
+    here.thaw(SequenceSubject(1))
+    assert (state(here.pool), draw(there.pool)) == before
+    migrate(here, there, SequenceSubject(1))
+    assert read(there.pool, 1) == [16, 17, 18]
+
+
+def test_a_target_that_is_left_alone_keeps_a_cached_copy():
+    here, there = make_sites()
+    hashes = [hash_of(1), hash_of(2), hash_of(3)]
+    here.pool.cache_prefix(1, hashes)
+    _, room = arrive(here, there, SequenceSubject(1), True)
+    there.leave(room)
+    here.thaw(SequenceSubject(1))
+    assert read(here.pool, 1) == [16, 17, 18]
+    assert draw(there.pool) == "3***."
+    assert len(there.pool.claim_prefix(1, hashes)) == 3
+    assert read(there.pool, 1) == [16, 17, 18]
+    check(there.pool)
+
+
+def test_what_can_not_go():
+    here, there = make_sites()
+    with pytest.raises(UnknownSequenceError):
+        here.select(SequenceSubject(9), True)
+    with pytest.raises(InvalidArgumentError, match="its sequences have numbers"):
+        here.select(SequenceSubject("request 9"), True)
+    here.pool.pin([2])
+    for subject in (SequenceSubject(1), BlocksSubject((1, 2))):
+        with pytest.raises(PinnedBlockError, match="block 2 is pinned"):
+            here.select(subject, for_move=True)
+    assert here.select(SequenceSubject(1), for_move=False).blocks
+    with pytest.raises(InvalidArgumentError, match="have a storage"):
+        GPUKVPoolSite(make())
+    selection = here.select(SequenceSubject(1), for_move=False)
+    take(there.pool, 4, 2)
+    before = state(there.pool)
+    with pytest.raises(PoolExhaustedError, match="3 blocks cannot migrate to device 1: 2 of 5 are free"):
+        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    assert state(there.pool) == before
+    there.pool.free_sequence(4)
+    take(there.pool, 1, 1)
+    with pytest.raises(InvalidArgumentError, match="sequence 1 holds blocks on device 1 already"):
+        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xff", b"\x93\x01\x02\x03", b"\x93\x91\x01\x81\x01\x09\xc4\x00", b"\x91\x91\x01"]
+)
+def test_a_source_that_says_nonsense_is_refused(said):
+    here, there = make_sites()
+    selection = here.select(SequenceSubject(1), for_move=False)
+    before = state(there.pool)
+    for subject in (SequenceSubject(1), BlocksSubject((1, 2, 3))):
+        with pytest.raises(InvalidArgumentError):
+            there.take_room(subject, selection.offered, said)
+    assert state(there.pool) == before
+
+
+class Owner:
+    """An engine that writes down what it is asked, and says which tokens its sequences have."""
+
+    def __init__(self):
+        self.calls = []
+
+    def describe(self, sequence_id):
+        return b"state of %d" % sequence_id
+
+    def list_token_ids(self, sequence_id):
+        return list(range(10 * sequence_id, 10 * sequence_id + 9))
+
+    def suspend(self, sequence_id):
+        self.calls.append(("suspend", sequence_id))
+
+    def resume(self, sequence_id):
+        self.calls.append(("resume", sequence_id))
+
+    def give_up(self, sequence_id, target):
+        self.calls.append(("give up", sequence_id, target))
+
+    def expect(self, sequence_id, num_blocks, state):
+        if num_blocks > 3:
+            raise InvalidArgumentError("too long")
+        self.calls.append(("expect", sequence_id, num_blocks, state))
+
+    def take_over(self, sequence_id, state):
+        self.calls.append(("take over", sequence_id, state))
+
+
+def test_the_engine_is_told_and_its_words_and_tokens_go_along():
+    owner = Owner()
+    here, there = make_sites(owner)
+    here.pool.cache_prefix(1, [hash_of(1), hash_of(2), hash_of(3)])
+    migrate(here, there, SequenceSubject(1))
+    assert owner.calls == [
+        ("suspend", 1),
+        ("expect", 1, 3, b"state of 1"),
+        ("give up", 1, "b"),
+        ("take over", 1, b"state of 1"),
+    ]
+    assert [event.token_ids for event in there.pool.take_events()] == [[10, 11, 12, 13], [14, 15, 16, 17], []]
+    owner.calls.clear()
+    here.freeze(SequenceSubject(2))
+    here.thaw(SequenceSubject(2))
+    assert owner.calls == [("suspend", 2), ("resume", 2)]
+
+
+def test_a_sequence_that_the_engine_there_can_not_go_on_with_is_refused():
+    here, there = make_sites(Owner())
+    take(here.pool, 1, 1)
+    selection = here.select(SequenceSubject(1), for_move=False)
+    before = state(there.pool)
+    with pytest.raises(InvalidArgumentError, match="too long"):
+        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    assert state(there.pool) == before
+
+
+def test_a_released_sequence_tells_which_blocks_it_had():
+    here, there = make_sites()
+    stale = here.record_release(1)
+    record = here.record_release(1)
+    here.forget_record(1, stale)
+    assert migrate(here, there, SequenceSubject(1)) == [2, 3, 4]
+    assert (stale, record) == ([], [1, 2, 3])

@@ -1,0 +1,271 @@
+"""Random calls on two pools and migrations between them, broken off at any step, against a slow model.
+
+The model knows sequences as lists of numbers, which are written in their blocks. A migration is driven step
+by step as a migrator would, with leases on both sides.
+"""
+
+import random
+from contextlib import suppress
+
+import pytest
+from adapter.made_pool import check, make, make_storage, read, take, write
+from drawing import hash_of
+
+from kv_pool import (
+    InvalidArgumentError,
+    InvalidBlockError,
+    LeaseKind,
+    LRUEviction,
+    OutOfBlocksError,
+    UnknownSequenceError,
+)
+from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.errors import FrozenSequenceError
+from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+from kv_pool.protocol import NO_SEQUENCE
+
+NUM_BLOCKS = 20
+NUM_STEPS = 150
+FOREVER = float("inf")
+
+
+class Side:
+    """A pool, its site, and what its sequences should hold."""
+
+    def __init__(self, draw, device_id):
+        self.evicted = []
+        self.pool = make(
+            NUM_BLOCKS,
+            device_id=device_id,
+            storage=make_storage(NUM_BLOCKS + 1),
+            reserved_blocks=draw.choice([0, 2]),
+            eviction_policy=draw.choice([None, LRUEviction()]),
+            on_evicted=lambda sequence_id, ids: self.evicted.append(sequence_id),
+            on_moved=draw.choice([None, lambda relocation: None]),
+        )
+        self.site = GPUKVPoolSite(self.pool)
+        self.contents = {}
+
+    def list_frozen(self):
+        return set(self.pool.holdings.barred)
+
+
+class Moving:
+    """One migration: its subject, what was selected, and how far it is."""
+
+    def __init__(self, source, target, subject, is_move):
+        self.source, self.target, self.subject, self.is_move = source, target, subject, is_move
+        selection = source.site.select(subject, is_move)
+        self.selection = selection
+        if is_move:
+            source.site.freeze(subject)
+        self.lease = None
+        if selection.blocks:
+            self.lease = source.site.leases.lend(selection.blocks, FOREVER, "the target")
+        self.room = None
+        self.room_lease = None
+        self.was_given_up = False
+        self.numbers = [source.pool.storage.read_block(block.block_id)[0] for block in selection.blocks]
+        self.holders = [NO_SEQUENCE] * len(selection.blocks)
+        if isinstance(subject, SequenceSubject):
+            self.holders = [subject.sequence_id] * len(selection.blocks)
+        elif isinstance(subject, BlocksSubject):
+            infos = [source.pool.get_block_info(block_id) for block_id in subject.block_ids]
+            self.holders = [info.sequence_id for info in infos]
+        self.steps = [self.take_room, self.read, self.insert, self.acknowledge, self.adopt]
+
+    def take_room(self):
+        target = self.target
+        self.room = target.site.take_room(self.subject, self.selection.offered, self.selection.state)
+        missing = [self.room.blocks[at] for at in self.room.missing]
+        if missing:
+            self.room_lease = target.site.leases.lend(missing, FOREVER, "the read", LeaseKind.WRITE)
+
+    def read(self):
+        moves = [
+            (self.selection.offered[at].block_id, self.room.blocks[at].block_id) for at in self.room.missing
+        ]
+        self.source.pool.storage.copy_to(self.target.pool.storage, moves)
+
+    def insert(self):
+        if self.room_lease is not None:
+            self.room_lease.give_back()
+            self.room_lease = None
+        self.target.site.insert(self.subject, self.selection.offered, self.room, self.selection.state)
+
+    def acknowledge(self):
+        self.was_given_up = True
+        if self.is_move:
+            new_ids = [block.block_id for block in self.room.blocks]
+            self.source.site.release(self.subject, self.selection, "the target", new_ids)
+            for holder, number in zip(self.holders, self.numbers, strict=True):
+                self.source.contents[holder].remove(number)
+            forget_empty(self.source)
+        self.give_lease_back()
+
+    def adopt(self):
+        self.target.site.adopt(self.subject, self.selection.offered, self.room, self.selection.state)
+        for holder, number in zip(self.holders, self.numbers, strict=True):
+            if holder != NO_SEQUENCE:
+                self.target.contents.setdefault(holder, []).append(number)
+        self.room = None
+
+    def break_off(self):
+        """As when the next step has failed; after the source has given up its own there is no way back."""
+        if self.was_given_up:
+            self.adopt()
+            return
+        if self.room is not None:
+            was_inserted = self.steps[0] == self.acknowledge
+            if self.room_lease is not None:
+                self.room_lease.give_back()
+            (self.target.site.leave if was_inserted else self.target.site.drop)(self.room)
+            self.room = None
+        if self.is_move:
+            self.source.site.thaw(self.subject)
+        self.give_lease_back()
+
+    def give_lease_back(self):
+        if self.lease is not None:
+            self.lease.give_back()
+            self.lease = None
+
+    def go_on(self):
+        self.steps.pop(0)()
+
+
+def forget_empty(side):
+    side.contents = {sequence_id: held for sequence_id, held in side.contents.items() if held}
+
+
+def list_references(side, movings):
+    """Blocks of this side on which migrations have references."""
+    found = []
+    for lease in side.site.leases.list_leases():
+        found += lease.blocks
+    for moving in movings:
+        if moving.target is side and moving.room is not None:
+            found += moving.room.blocks
+    return found
+
+
+def compare(side):
+    pool = side.pool
+    assert sorted(pool.list_sequences()) == sorted(side.contents)
+    for sequence_id, numbers in side.contents.items():
+        assert read(pool, sequence_id) == numbers, f"sequence {sequence_id} of device {pool.device_id}"
+
+
+def call_pool(draw, side, next_number):
+    """One ordinary call, and what it makes of the model."""
+    pool, contents = side.pool, side.contents
+    name = draw.choice(["allocate"] * 4 + ["free", "free_sequence", "fork", "pin", "cache", "defragment"])
+    sequence_id = draw.choice([*contents, draw.randrange(6)])
+    held = pool.blocks_of(sequence_id)
+    frozen = side.list_frozen()
+    try:
+        if name == "allocate":
+            ids = take(pool, sequence_id, draw.randint(1, 5), priority=draw.choice([0, 0, 1]))
+            assert sequence_id not in frozen
+            for victim in side.evicted:
+                assert victim not in frozen
+                del contents[victim]
+            for block_id in ids:
+                number = next_number()
+                write(pool, block_id, number)
+                contents.setdefault(sequence_id, []).append(number)
+        elif name == "free" and held:
+            at = draw.randrange(len(held))
+            pool.free([held[at]], sequence_id=sequence_id)
+            assert sequence_id not in frozen
+            del contents[sequence_id][at]
+        elif name == "free_sequence" and held:
+            pool.free_sequence(sequence_id)
+            assert sequence_id not in frozen
+            del contents[sequence_id]
+        elif name == "fork" and held and 7 not in contents:
+            pool.fork(sequence_id, 7)
+            assert not {sequence_id, 7} & frozen
+            contents[7] = list(contents[sequence_id])
+        elif name == "pin" and held:
+            pool.pin(held[:1])
+            pool.unpin(held[:1])
+        elif name == "cache" and held:
+            # A block's hash stands for what is written in it.
+            hashes = [hash_of(number) for number in contents[sequence_id]]
+            pool.cache_prefix(sequence_id, hashes[: draw.randint(1, len(hashes))])
+        elif name == "defragment":
+            pool.defragment(max_evictions=draw.choice([0, 2]))
+        forget_empty(side)
+    except FrozenSequenceError:
+        assert frozen
+    except OutOfBlocksError:
+        assert not side.evicted
+    side.evicted.clear()
+
+
+def choose_subject(draw, side):
+    pool = side.pool
+    kind = draw.choice(["sequence", "sequence", "blocks", "prefix"])
+    sequence_id = draw.choice([*side.contents, draw.randrange(8)])
+    if kind == "sequence":
+        return SequenceSubject(sequence_id), draw.random() < 0.7
+    if kind == "prefix":
+        numbers = side.contents.get(sequence_id, [1, 2])
+        return PrefixSubject(tuple(hash_of(number) for number in numbers)), False
+    ids = draw.sample(range(1, NUM_BLOCKS + 1), draw.randint(1, 3))
+    if draw.random() < 0.8:
+        held = pool.blocks_of(sequence_id)
+        ids = draw.sample(held, draw.randint(0, min(4, len(held))))
+    generations = tuple(pool.block_pool.blocks[block_id].generation for block_id in ids)
+    return BlocksSubject(tuple(ids), draw.choice([(), generations])), draw.random() < 0.7
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_two_pools_and_migrations_between_them_are_the_slow_model(seed):
+    draw = random.Random(seed)
+    sides = [Side(draw, 0), Side(draw, 1)]
+    movings = []
+    counter = [0]
+
+    def next_number():
+        used = {number for side in sides for held in side.contents.values() for number in held}
+        while True:
+            counter[0] = counter[0] % 255 + 1
+            # A number that is cached somewhere still stands for its block.
+            if counter[0] not in used and not any(is_cached(side, counter[0]) for side in sides):
+                return counter[0]
+
+    for _ in range(NUM_STEPS):
+        match draw.choice(["call", "call", "begin", "go on", "go on", "go on", "break off"]):
+            case "call":
+                call_pool(draw, draw.choice(sides), next_number)
+            case "begin" if len(movings) < 4:
+                source, target = draw.sample(sides, 2)
+                with suppress(InvalidBlockError, UnknownSequenceError, FrozenSequenceError):
+                    movings.append(Moving(source, target, *choose_subject(draw, source)))
+            case "go on" if movings:
+                moving = draw.choice(movings)
+                try:
+                    moving.go_on()
+                    if not moving.steps:
+                        movings.remove(moving)
+                except (OutOfBlocksError, InvalidArgumentError):
+                    movings.remove(moving)
+                    moving.break_off()
+            case "break off" if movings:
+                moving = movings.pop(draw.randrange(len(movings)))
+                moving.break_off()
+        for side in sides:
+            check(side.pool, list_references(side, movings))
+            compare(side)
+    for moving in movings:
+        moving.break_off()
+    for side in sides:
+        check(side.pool)
+        compare(side)
+        assert not side.list_frozen()
+
+
+def is_cached(side, number):
+    return bool(side.pool.block_pool.find_cached_prefix([hash_of(number)], 1))

@@ -1,0 +1,51 @@
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from kv_pool.migration.workers import Workers
+
+PATIENCE_S = 30.0
+
+
+def test_what_is_submitted_runs_and_tells_its_result_or_error():
+    workers = Workers("a test", 2)
+    assert workers.submit(lambda: 6 * 7).result(PATIENCE_S) == 42
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(lambda: 1 / 0).result(PATIENCE_S)
+    workers.stop()
+
+
+def test_no_more_run_at_a_time_than_threads():
+    workers = Workers("a test", 2)
+    both, go = threading.Barrier(3), threading.Event()
+    running = [workers.submit(lambda: (both.wait(PATIENCE_S), go.wait(PATIENCE_S))) for _ in range(2)]
+    third = workers.submit(lambda: 3)
+    both.wait(PATIENCE_S)
+    assert not third.done()
+    go.set()
+    assert third.result(PATIENCE_S) == 3
+    assert all(future.result(PATIENCE_S) for future in running)
+    workers.stop()
+
+
+def test_what_has_not_begun_is_cancelled_when_they_stop():
+    workers = Workers("a test", 1)
+    begun, go = threading.Event(), threading.Event()
+    first = workers.submit(lambda: (begun.set(), go.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
+    second = workers.submit(lambda: 2)
+    workers.stop()
+    with pytest.raises(CancelledError):
+        second.result(PATIENCE_S)
+    with pytest.raises(CancelledError):
+        workers.submit(lambda: 3).result(PATIENCE_S)
+    go.set()
+    assert first.result(PATIENCE_S)
+
+
+def test_a_thousand_small_things_all_run():
+    workers = Workers("a test", 4)
+    futures = [workers.submit(lambda number=number: number) for number in range(1000)]
+    assert [future.result(PATIENCE_S) for future in futures] == list(range(1000))
+    workers.stop()
