@@ -8,6 +8,7 @@ import secrets
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,7 +49,13 @@ class BenchNode:
     def __init__(self, name: str, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
         # One layer, K and V beside each other: a block lies in one piece.
         self.storage = KVStorage.allocate(
-            num_blocks + 1, BLOCK_SIZE, 1, block_bytes // (2 * BLOCK_SIZE * 2 * 64), 64, "float16", layout="L|B2NHD"
+            num_blocks + 1,
+            BLOCK_SIZE,
+            1,
+            block_bytes // (2 * BLOCK_SIZE * 2 * 64),
+            64,
+            "float16",
+            layout="L|B2NHD",
         )
         for tensor in self.storage.tensors:
             tensor.view(np.uint16)[...] = 1 + np.arange(tensor.shape[0], dtype=np.uint16).reshape(
@@ -86,8 +93,9 @@ def run_source(pipe: Connection, backend: str, block_bytes: int, num_blocks: int
     pipe.recv()
 
 
-def read_raw(node: BenchNode) -> tuple[float, float]:
-    """Seconds for the bare reading of all blocks by the backend, and for checksums of as many."""
+def read_raw(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds for the bare reading of all blocks by the backend, CPU seconds of that in both processes, and
+    seconds for checksums of as many."""
     description = node.migrator.ask("source")
     reader = node.backend.open("source", description.backends[node.backend.name])
     transfer_id = secrets.token_bytes(16)
@@ -98,23 +106,30 @@ def read_raw(node: BenchNode) -> tuple[float, float]:
     ids = [block.block_id for block in offer.blocks]
     local_ids = list(range(1, len(ids) + 1))
     reader.read(transfer_id, ids[:1], local_ids[:1], time.monotonic() + 30)  # connects
-    started = time.perf_counter()
+    cpu_before, started = cpu(), time.perf_counter()
     reader.read(transfer_id, ids, local_ids, time.monotonic() + 60)
-    raw_s = time.perf_counter() - started
+    raw_s, raw_cpu_s = time.perf_counter() - started, cpu() - cpu_before
     started = time.perf_counter()
     checksum_blocks(node.storage, local_ids)
     checksum_s = time.perf_counter() - started
     reader.close()
     links.call("source", CancelTransfer(transfer_id), 5.0)
-    return raw_s, checksum_s
+    return raw_s, raw_cpu_s, checksum_s
 
 
-def migrate(node: BenchNode) -> float:
-    started = time.perf_counter()
+def migrate(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float]:
+    """Seconds for all phases of a migration, and CPU seconds of both processes."""
+    cpu_before, started = cpu(), time.perf_counter()
     node.migrator.fetch(SequenceSubject("request"), "source").wait(60)
-    elapsed = time.perf_counter() - started
+    elapsed, cpu_s = time.perf_counter() - started, cpu() - cpu_before
     node.forget()
-    return elapsed
+    return elapsed, cpu_s
+
+
+def read_cpu_s(pid: int) -> float:
+    """CPU seconds of this process and of another one, which Linux counts in hundredths."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, runs: int) -> dict[str, Any]:
@@ -126,19 +141,24 @@ def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, r
     process.start()
     node = BenchNode("target", backend, block_bytes, num_blocks, False)
     node.migrator.peers.add("source", pipe.recv())
-    raw, whole, checksums = [], [], []
+    raw, raw_cpu, whole, whole_cpu, checksums = [], [], [], [], []
+
+    def cpu() -> float:
+        return read_cpu_s(process.pid or 0)
+
     for run in range(runs + 1):
-        raw_s, checksum_s = read_raw(node)
-        whole_s = migrate(node)
+        raw_s, raw_cpu_s, checksum_s = read_raw(node, cpu)
+        whole_s, whole_cpu_s = migrate(node, cpu)
         if run:  # the first one pays for connecting, and for pages that were never touched
             raw.append(raw_s)
+            raw_cpu.append(raw_cpu_s)
             whole.append(whole_s)
+            whole_cpu.append(whole_cpu_s)
             checksums.append(checksum_s)
     node.migrator.stop()
     pipe.send(None)
     process.join()
     num_bytes = num_blocks * block_bytes
-    shares = [raw_s / whole_s for raw_s, whole_s in zip(raw, whole, strict=True)]
     return {
         "backend": backend,
         "block_bytes": block_bytes,
@@ -148,9 +168,10 @@ def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, r
         "whole_gb_s": num_bytes / statistics.median(whole) / 1e9,
         "checksum_gb_s": num_bytes / statistics.median(checksums) / 1e9,
         "share": statistics.median(raw) / statistics.median(whole),
-        "share_lowest": min(shares),
-        "share_highest": max(shares),
+        "share_of_fastest": min(raw) / min(whole),
         "whole_ms": statistics.median(whole) * 1e3,
+        "raw_cpu_ms": statistics.mean(raw_cpu) * 1e3,
+        "whole_cpu_ms": statistics.mean(whole_cpu) * 1e3,
         "runs": runs,
     }
 
@@ -167,10 +188,14 @@ def main() -> None:
     if options.quick:
         options.total_mib, options.block_kib, options.runs = 8, [64, 256], 2
     print(
-        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, {find_cpu_model()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, {options.total_mib} MiB each"
+        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, "
+        f"{find_cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, "
+        f"{options.total_mib} MiB each"
     )
-    print(f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s   share of raw (lowest-highest)")
+    print(
+        f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s  "
+        "share of raw, of the fastest   CPU ms, both processes"
+    )
     rows = []
     for block_kib in options.block_kib:
         for scattered in (False, True):
@@ -180,8 +205,9 @@ def main() -> None:
             rows.append(row)
             print(
                 f"{block_kib:>5} KiB {'scattered' if scattered else 'in a run':>9} {row['raw_gb_s']:>6.2f} "
-                f"{row['whole_gb_s']:>6.2f} {row['checksum_gb_s']:>6.1f}        {row['share']:>4.0%} "
-                f"({row['share_lowest']:.0%}-{row['share_highest']:.0%})",
+                f"{row['whole_gb_s']:>6.2f} {row['checksum_gb_s']:>6.1f}       "
+                f"{row['share']:>12.0%} {row['share_of_fastest']:>15.0%}   "
+                f"{row['raw_cpu_ms']:>6.0f} -> {row['whole_cpu_ms']:.0f}",
                 flush=True,
             )
     if options.json is not None:

@@ -321,6 +321,7 @@ def measure_first_block(target: Target, options: argparse.Namespace) -> dict[str
                 start = note(step, start)
             reader.close()
             backend.close()
+            del reader, backend  # or what they hold would be given back in the next one's time
     size = target.storage.block_bytes // 1024
     print(f"\nms until one block of {size} KiB is here")
     columns = ["make the backend", "open a reader", "first block", "next block"]

@@ -17,6 +17,7 @@ README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
 TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
 MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
+MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
 SHOWN = [
@@ -119,6 +120,15 @@ def test_the_guide_to_tiers_prints_what_it_says():
     assert told.stdout == output
 
 
+def test_the_guide_to_migration_prints_what_it_says():
+    """One program, with a backend of its own in it."""
+    code = "".join(re.findall(r"```python\n(.*?)```", MIGRATION_README, re.DOTALL))
+    shown = re.findall(r"```text\n(.*?)```", MIGRATION_README, re.DOTALL)
+    output = "".join(text for text in shown if "the source" not in text)
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_the_publisher_on_the_page_about_events_can_be_configured_so(tmp_path):
     (tmp_path / "publisher.toml").write_text(re.search(r"```toml\n(.*?)```", EVENTS_README, re.DOTALL)[1])
     assert PublisherConfig.from_toml(tmp_path / "publisher.toml").topic == "kv@pod-1@a-model"
@@ -132,6 +142,7 @@ def test_links_in_the_documents_lead_somewhere():
         ROOT / "kv_pool" / "integrations" / "README.md",
         ROOT / "kv_pool" / "manager" / "README.md",
         ROOT / "kv_pool" / "tiers" / "README.md",
+        ROOT / "kv_pool" / "migration" / "README.md",
         ROOT / "benchmarks" / "README.md",
     ):
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):

@@ -380,17 +380,17 @@ class GPUKVPool(KVPoolProtocol):
         """
         from kv_pool.tiers.pool_dump import dump_pool
 
-        with self._lock:
+        with self.lock:
             return dump_pool(
-                path, self.block_pool, storage=self._storage, layout=layout, stream_state=stream_state
+                path, self.block_pool, storage=self.storage, layout=layout, stream_state=stream_state
             )
 
     def load(self, path: "str | PathLike[str]", *, layout: "BlockLayout | None" = None) -> "LoadedPool":
         """Have cached what a file of `dump` says, before the first sequence. See `tiers.pool_dump`."""
         from kv_pool.tiers.pool_dump import load_pool
 
-        with self._lock:
-            return load_pool(path, self.block_pool, storage=self._storage, layout=layout)
+        with self.lock:
+            return load_pool(path, self.block_pool, storage=self.storage, layout=layout)
 
     # ---- giving back -----------------------------------------------------------------------------
 

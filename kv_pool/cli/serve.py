@@ -91,7 +91,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help=f"Where other nodes reach it; port 0 for a free one. Default: {_DEFAULTS.listen}.",
+            help="Where other nodes reach it; port 0 for a free one. Default: 127.0.0.1:0.",
             rich_help_panel=_NODES,
         ),
     ] = None,

@@ -31,6 +31,7 @@ from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
 from kv_pool.replay.capacity import parse_rate
 
+_DEFAULT_LISTEN = "127.0.0.1:0"
 _ASK_TIMEOUT_S = 2.0
 _MAX_ASKED_AT_ONCE = 16
 _SHOWN_IDS = 10
@@ -80,7 +81,7 @@ class LiveNode:
             site,
             backends=[TcpBackend(site.storage)],
             secret=secret,
-            listen=settings.listen,
+            listen=settings.listen or _DEFAULT_LISTEN,
             peers=peers,
             location=NodeLocation(
                 settings.network, settings.rack, settings.host or socket.gethostname(), settings.device

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from secrets import token_hex
 
 from kv_pool.control.socket_path import get_default_folder, make_folder
 from kv_pool.errors import InvalidArgumentError
@@ -31,7 +32,7 @@ def find_secret(path: str | None) -> bytes:
 
 def _make_secret(path: Path) -> None:
     """Make the file in one step: of two nodes that begin at once, both use what the first one has made."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{token_hex(4)}")
     write_secret_file(draft)
     try:
         os.link(draft, path)

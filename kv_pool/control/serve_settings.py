@@ -31,7 +31,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         socket: the control socket's path; None for the default one.
         name: of the node that the pool is; None for a pool that migrates nothing.
         block_bytes: of each block of a node, made up and checked.
-        listen: where other nodes reach it, host:port; port 0 for a free one.
+        listen: where other nodes reach it, host:port, port 0 for a free one; None for 127.0.0.1:0.
         peer: other nodes, each as `name=host:port`.
         nodes: a TOML file with other nodes ([[peers]]) and what it costs to reach them ([links]).
         registry: the node that tells who else is there, by its name or host:port; None to keep a registry for
@@ -60,7 +60,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     socket: str | None = None
     name: str | None = None
     block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4096
-    listen: str = "127.0.0.1:0"
+    listen: str | None = None
     peer: list[str] = []
     nodes: str | None = None
     registry: str | None = None

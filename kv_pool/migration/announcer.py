@@ -43,9 +43,14 @@ class Announcer:
 
         Raises:
             PeerUnavailableError, PeerAuthenticationError: there is no registry, or it has another secret.
-            InvalidArgumentError: it knows another node of this name. Nothing runs then.
+            InvalidArgumentError: it knows another node of this name. Nothing runs then, and the
+                calls are closed.
         """
-        self._announce(self._ttl_s)
+        try:
+            self._announce(self._ttl_s)
+        except BaseException:
+            self._registry.close()
+            raise
         self._thread = threading.Thread(
             target=self._run, name=f"kv_pool {self._migrator.name} announces", daemon=True
         )

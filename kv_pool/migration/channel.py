@@ -57,11 +57,12 @@ class Channel:
         self._num_received = 0
         self._is_open = True
 
-    def send(self, payload: bytes, deadline: float) -> None:
-        """Send one message.
+    def send(self, payload: bytes, deadline: float, raw: Sequence[memoryview] = ()) -> None:
+        """Send one message, and raw bytes behind it.
 
         Args:
             deadline: a time of `time.monotonic()`, here and below.
+            raw: as for `send_raw`; together they take one call of the system, and wake the peer once.
         Raises:
             InvalidArgumentError: it is larger than MAX_MESSAGE_BYTES. Nothing was sent.
             PeerUnavailableError: the peer has gone, or does not take it by then.
@@ -72,7 +73,8 @@ class Channel:
             )
         length, length_sign, payload_sign = _sign(self._send_key, self._num_sent, payload)
         self._num_sent += 1
-        self.send_raw([memoryview(part) for part in (length + length_sign, payload, payload_sign)], deadline)
+        signed = [memoryview(part) for part in (length + length_sign, payload, payload_sign)]
+        self.send_raw([*signed, *raw], deadline)
 
     def receive(self, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         """The next message, of at most `max_bytes`.

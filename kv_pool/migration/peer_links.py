@@ -97,9 +97,12 @@ class PeerLinks:
             PeerUnavailableError: the last way did not work either.
         """
         with self._lock:
-            idle = self._idle_readers.get((source.name, source.epoch))
-            if idle:
-                return idle.pop()
+            idle = self._idle_readers.get((source.name, source.epoch), [])
+            while idle:
+                reader = idle.pop()
+                if reader.is_usable():
+                    return reader
+                reader.close()  # its source hangs up on readers that ask for nothing
         failure: PeerUnavailableError | MissingDependencyError | None = None
         for name, description in source.backends.items():
             backend = self._backends.get(name)

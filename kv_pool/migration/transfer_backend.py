@@ -55,6 +55,10 @@ class BlockReader(ABC):
     def is_settled(self) -> bool:
         """Is nothing written any more by reads of this reader that have failed?"""
 
+    def is_usable(self) -> bool:
+        """May it be read with? Not if it was closed, or the peer has hung up meanwhile, as far as we know."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """End the connection, so that whatever can be stopped is. `is_settled` may be asked afterwards."""

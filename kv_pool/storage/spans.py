@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,20 +15,17 @@ from kv_pool.storage.segments import IntArray, SegmentTable
 class HostSpans:
     """The bytes of a segment table in host memory, as memoryviews that read and write them in place.
 
-    Args:
-        table: its owners keep the memory alive as long as this object lives, which views outlive at their
-            own risk.
-
-    Making one costs microseconds a row, whatever the number of blocks.
+    Views keep the memory alive as the table does. Making one of these costs microseconds a row, whatever the
+    number of blocks.
     """
 
     def __init__(self, table: SegmentTable) -> None:
         self.table = table
         self._rows = [
-            _view_memory(base, (table.num_blocks - 1) * stride + span)
-            for base, stride, span in zip(
-                table.bases.tolist(), table.strides.tolist(), table.spans.tolist(), strict=True
+            _view_memory(
+                row.base_address, (table.num_blocks - 1) * row.stride_bytes + row.span_bytes, row.owner
             )
+            for row in table.to_segments()
         ]
 
     def list_views(self, block_ids: IntArray) -> list[memoryview]:
@@ -107,5 +105,7 @@ def check_block_ids(block_ids: IntArray, num_blocks: int) -> None:
         raise InvalidBlockError(f"block {block_ids[outside][0]} is not one of 0 to {num_blocks - 1}")
 
 
-def _view_memory(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+def _view_memory(address: int, num_bytes: int, owner: object) -> memoryview:
+    memory: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
+    memory.owner = owner  # lives as long as anybody has a view
+    return memoryview(memory).cast("B")

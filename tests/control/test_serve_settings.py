@@ -46,6 +46,18 @@ def test_every_option_can_be_in_the_file(config):
         timestamp_unit = "s"
         duration = 9
         socket = "here.sock"
+        name = "a"
+        block_bytes = 512
+        listen = "127.0.0.1:7401"
+        peer = ["b=127.0.0.1:7402"]
+        nodes = "nodes.toml"
+        registry = "b"
+        secret_file = "secret"
+        max_rate = "1MB/s"
+        network = "n1"
+        rack = "r1"
+        host = "h1"
+        device = "cuda:0"
         publish = "tcp://127.0.0.1:5557"
         publish_replay = "tcp://127.0.0.1:5558"
         publish_config = "publisher.toml"
@@ -64,6 +76,18 @@ def test_every_option_can_be_in_the_file(config):
         timestamp_unit="s",
         duration=9,
         socket="here.sock",
+        name="a",
+        block_bytes=512,
+        listen="127.0.0.1:7401",
+        peer=["b=127.0.0.1:7402"],
+        nodes="nodes.toml",
+        registry="b",
+        secret_file="secret",
+        max_rate="1MB/s",
+        network="n1",
+        rack="r1",
+        host="h1",
+        device="cuda:0",
         publish="tcp://127.0.0.1:5557",
         publish_replay="tcp://127.0.0.1:5558",
         publish_config="publisher.toml",

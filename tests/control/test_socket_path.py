@@ -1,12 +1,20 @@
 """Where the socket is: a folder that only its owner can enter."""
 
 import os
+import socket
 import stat
+from contextlib import contextmanager
 
 import pytest
 
 from kv_pool import ControlError
-from kv_pool.control.socket_path import get_default_path, make_folder, resolve_path
+from kv_pool.control.socket_path import (
+    find_path,
+    get_default_path,
+    list_nodes,
+    make_folder,
+    resolve_path,
+)
 
 
 def test_the_default_is_in_the_runtime_folder(tmp_path, monkeypatch):
@@ -58,3 +66,48 @@ def test_a_folder_that_can_not_be_made_is_an_error_that_says_so(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ControlError, match="can not make this folder"):
         make_folder(tmp_path / "file" / "folder" / "control.sock")
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "kv_pool").mkdir(mode=0o700)
+    return tmp_path / "kv_pool"
+
+
+@contextmanager
+def listening(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield
+
+
+def test_a_node_has_a_socket_of_its_own(runtime):
+    assert get_default_path("a") == runtime / "control-a.sock"
+    assert find_path(None, "a") == runtime / "control-a.sock"
+    assert find_path("here.sock", None).name == "here.sock"
+    with pytest.raises(ControlError, match="either --socket or --node"):
+        find_path("here.sock", "a")
+
+
+def test_without_a_name_the_plain_socket_is_meant_or_that_of_the_only_node(runtime):
+    assert find_path(None, None) == runtime / "control.sock"
+    with listening(runtime / "control-a.sock"):
+        assert list_nodes() == ["a"]
+        assert find_path(None, None) == runtime / "control-a.sock"
+        assert find_path(None, None, not_node="a") == runtime / "control.sock"
+        with listening(runtime / "control-b.sock"):
+            with pytest.raises(ControlError, match="several pools are served: a, b; say which one with"):
+                find_path(None, None)
+            assert find_path(None, None, not_node="b") == runtime / "control-a.sock"
+            with listening(runtime / "control.sock"):
+                assert find_path(None, None) == runtime / "control.sock"
+
+
+def test_the_socket_of_a_node_that_has_gone_does_not_count(runtime):
+    with listening(runtime / "control-a.sock"):
+        pass
+    assert (runtime / "control-a.sock").exists()
+    assert list_nodes() == []
+    assert find_path(None, None) == runtime / "control.sock"

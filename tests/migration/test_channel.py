@@ -179,6 +179,12 @@ def test_raw_bytes_go_through_views_of_any_sizes(seed):
         right.receive_raw(cut(memoryview(received)), soon())
         sending.get()
         assert received == data
+        sending = Beside(left.send, b"more", soon(), cut(memoryview(data)))
+        assert right.receive(soon()) == b"more"
+        received[:] = bytes(len(data))
+        right.receive_raw(cut(memoryview(received)), soon())
+        sending.get()
+        assert received == data
         left.send(b"and a message", soon())
         assert right.receive(soon()) == b"and a message"
 

@@ -1,4 +1,5 @@
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -56,6 +57,17 @@ def test_views_write_in_place():
     (view,) = HostSpans(table).list_views(ids(1, 2))
     view[:] = b"abcdefgh"
     assert table.owners[0][4:12].tobytes() == b"abcdefgh"
+
+
+def test_views_keep_the_memory_alive():
+    table = make_table(4, (4, 4))
+    alive = weakref.ref(table.owners[0])
+    views = HostSpans(table).list_views(ids(1))
+    del table
+    assert alive() is not None
+    assert bytes(views[0]) == bytes([4, 5, 6, 7])
+    del views
+    assert alive() is None
 
 
 def test_no_blocks_have_no_views():

@@ -90,11 +90,14 @@ class InProcessReader(BlockReader):
     def is_settled(self) -> bool:
         return True
 
+    def is_usable(self) -> bool:
+        return self._is_open and self._peer.is_served()
+
     def close(self) -> None:
         self._is_open = False
 
     def _check(self, deadline: float, num_done: int) -> None:
-        if not (self._is_open and self._peer.is_served()):
+        if not self.is_usable():
             raise TransferFailedError(f"{self._peer_name} has closed")
         if time.monotonic() >= deadline:
             raise TransferFailedError(f"{self._peer_name}: {num_done} blocks were read when time was over")

@@ -154,7 +154,8 @@ class NixlBackend(TransferBackend):
     def _make_progress(self) -> None:
         while not self._is_closing.wait(_PROGRESS_S):
             # For what comes from peers: connections, and bytes where the network needs help to read memory.
-            self.agent.get_new_notifs()
+            with suppress(*self.nixl.errors):  # of one peer; the reads that it was for hear of it themselves
+                self.agent.get_new_notifs()
 
     def _connect(self, peer: NixlDescription, agent_name: str) -> None:
         """Read the first bytes of block 0. Raises PeerUnavailableError or one of NIXL's errors."""
@@ -189,6 +190,7 @@ class NixlReader(BlockReader):
         )
         self._under_way: list[Any] = []
         self._is_open = True
+        self._is_connected = True
 
     def read(
         self, transfer_id: bytes, remote_ids: Sequence[int], local_ids: Sequence[int], deadline: float
@@ -206,6 +208,9 @@ class NixlReader(BlockReader):
     def is_settled(self) -> bool:
         self._under_way = [handle for handle in self._under_way if self._look(handle)]
         return not self._under_way
+
+    def is_usable(self) -> bool:
+        return self._is_open and self._is_connected
 
     def close(self) -> None:
         self._is_open = False
@@ -230,9 +235,11 @@ class NixlReader(BlockReader):
             )
             state = wait_for(self._agent, handle, deadline)
         except self._errors as error:
-            if handle is not None and not isinstance(error, self._final_errors):
+            if isinstance(error, self._final_errors):
+                self._is_connected = False
+                self._backend.forget(self._agent_name)
+            elif handle is not None:
                 self._under_way.append(handle)
-            self._backend.forget(self._agent_name)
             raise TransferFailedError(f"{what}: {error}", self.is_settled()) from error
         if state == "PROC":
             self._under_way.append(handle)

@@ -126,9 +126,8 @@ class TcpBackend(TransferBackend):
         for some in _split(ids, count_piece_blocks(self.storage)):
             named = some.tolist()
             self._check_lent(asked.transfer_id, named)
-            views = window.read_out(some)
-            channel.send(msgspec.msgpack.encode(PieceHeader(len(some))), time.monotonic() + _SEND_S)
-            channel.send_raw(views, time.monotonic() + _SEND_S)
+            header = msgspec.msgpack.encode(PieceHeader(len(some)))
+            channel.send(header, time.monotonic() + _SEND_S, raw=window.read_out(some))
             # Only now is it known that what went out was theirs: the lease may have ended meanwhile.
             self._check_lent(asked.transfer_id, named)
 
@@ -168,6 +167,9 @@ class TcpReader(BlockReader):
 
     def is_settled(self) -> bool:
         return True
+
+    def is_usable(self) -> bool:
+        return self._channel.is_quiet()
 
     def close(self) -> None:
         self._channel.close()

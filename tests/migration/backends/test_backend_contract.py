@@ -109,9 +109,11 @@ def test_a_deadline_that_has_passed_ends_a_read(kind, make_link):
 def test_a_closed_reader_reads_nothing(kind, make_link):
     link = make_link(kind, make_kv("NHD", 8), make_kv("NHD", 8))
     reader = link.open()
+    assert reader.is_usable()
     reader.close()
     reader.close()
     assert reader.is_settled()
+    assert not reader.is_usable()
     with pytest.raises(TransferFailedError):
         reader.read(TRANSFER_ID, [1], [1], soon())
 

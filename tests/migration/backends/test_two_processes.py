@@ -88,6 +88,7 @@ def test_a_killed_source_fails_the_read_and_another_can_be_read_from(kind, make_
         with pytest.raises(TransferFailedError):
             reader.read(TRANSFER_ID, IDS, IDS, time.monotonic() + LONG)
     assert reader.is_settled()
+    assert not reader.is_usable()
     reader.close()
 
     restarted = make_source(kind)
@@ -125,6 +126,15 @@ def test_a_stopped_source_fails_the_read_at_its_deadline(kind, make_source, make
     else:  # giving up does not stop the bytes: they come, and only then it is settled
         wait_until(reader.is_settled)
         assert (get_bytes(target) == source.bytes).all()
+
+
+def test_a_tcp_reader_knows_that_its_source_has_gone(make_source, make_target):
+    source = make_source("tcp")
+    reader = make_target("tcp", source).open("source", source.description)
+    assert reader.is_usable()
+    source.kill()
+    wait_until(lambda: not reader.is_usable())
+    reader.close()
 
 
 def test_a_tcp_reader_that_gave_up_is_settled_at_once(make_source, make_target):

@@ -1,6 +1,7 @@
 """A node in a process of its own, with its engine: driven over one pipe, it tells of phases over another."""
 
 import threading
+import time
 
 from migration.made_nodes import MadeEngine
 
@@ -117,6 +118,12 @@ class NodeProcess:
             migration = self.migrator.find_migration(status.migration_id)
             if not migration.wait_for_end(timeout_s):
                 return repr(migration.get_status())
+        deadline = time.monotonic() + timeout_s
+        while self.engine.site.leases.list_leases():
+            # Quarantine ends when a broken transfer does, which nobody is told of.
+            if time.monotonic() > deadline:
+                return repr(self.engine.site.leases.list_leases())
+            time.sleep(0.01)
         return ""
 
     def reuse(self, seed):

@@ -10,7 +10,8 @@ from migration.processes import node_process
 from migration.processes.flaky_proxy import NO_FAULTS, Faults, FlakyProxy
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["migration.processes.node_process"])
+# Imported once, in the process that the others are forked from.
+CONTEXT.set_forkserver_preload(["kv_pool.migration.manager_site", "kv_pool.migration.migrator"])
 LEASE_S = 0.3
 NUM_BLOCKS = 64
 PATIENCE_S = 30.0
@@ -19,6 +20,7 @@ PATIENCE_S = 30.0
 TARGET_STEPS = ["preparing", "reading", "inserting", "acknowledging", "done"]
 SOURCE_STEPS = ["lent", "acknowledged"]
 """`lent` and `acknowledged`: before the reply goes out."""
+FAULT_KINDS = ("none", "network", "network", "kill", "kill", "kill", "stop", "stop", "cancel", "cut")
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -75,8 +77,9 @@ class NodeError(AssertionError):
 class Rig:
     """Two nodes, `a` and `b`, each reached by the other through a proxy."""
 
-    def __init__(self, backend="tcp", lease_s=LEASE_S):
+    def __init__(self, backend="tcp", lease_s=LEASE_S, fault_kinds=FAULT_KINDS):
         self.backend = backend
+        self.fault_kinds = fault_kinds
         self.lease_s = lease_s
         self.proxies = {name: FlakyProxy(name) for name in "ab"}
         self.nodes = {}
@@ -125,9 +128,7 @@ class Schedule:
         self.token_ids = [first + position for position in range(draw.randint(1, 60))]
         if draw.random() < 0.2:
             self.token_ids = [*range(8), *self.token_ids]  # a head that may be there already
-        self.fault = draw.choice(
-            ["none", "network", "network", "kill", "kill", "kill", "stop", "stop", "cancel", "cut"]
-        )
+        self.fault = draw.choice(rig.fault_kinds)
         if self.fault == "network":
             self.faults = Faults(
                 corrupt=draw.choice([0.0, 0.01, 0.05]),

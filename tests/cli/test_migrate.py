@@ -1,0 +1,244 @@
+"""Two `kv-pool serve` processes as nodes: `migrate`, `migration-status`, `peers` and `sequences`."""
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from cli.kv_pool_command import kv_pool_command
+from cli.serving import serving
+from replay.made_trace import record, write_trace
+
+from kv_pool.control import ControlClient
+from kv_pool.control.socket_path import get_default_path
+
+SIZES = ("--blocks", "2000", "--block-size", "8", "--trace-block-size", "8")
+LATER_MS = 9_000_000_000
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    # One request generates for minutes, at about four blocks a second.
+    write_trace(tmp_path / "busy.jsonl", [record(24, [1, 2, 3], 10_000, 0), record(8, [9], 1, LATER_MS)])
+    write_trace(tmp_path / "idle.jsonl", [record(8, [9], 1, LATER_MS)])
+    return tmp_path
+
+
+@contextmanager
+def node(folder, name, trace, *options):
+    with serving(trace, "--name", name, *SIZES, *options, cwd=folder) as process:
+        said = process.stdout.readline()
+        found = re.search(r"listens at (\S+);", said)
+        assert found, (process.first_line, said)
+        process.address = found[1]
+        yield process
+
+
+@contextmanager
+def two_nodes(folder, *options_of_b):
+    """a is busy and knows b by the registry that a keeps."""
+    with ExitStack() as stack:
+        a = stack.enter_context(node(folder, "a", "busy.jsonl"))
+        options = ("--registry", a.address, *options_of_b)
+        b = stack.enter_context(node(folder, "b", "idle.jsonl", *options))
+        wait_for_sequence("a")
+        yield a, b
+
+
+def ask(folder, *arguments):
+    return kv_pool_command(*arguments, cwd=folder, XDG_RUNTIME_DIR=str(folder))
+
+
+def list_ids(name):
+    with ControlClient(node=name) as client:
+        return [sequence.sequence_id for sequence in client.list_sequences().sequences]
+
+
+def wait_for_sequence(name, min_blocks=1):
+    with ControlClient(node=name) as client:
+        while True:
+            for sequence in client.list_sequences().sequences:
+                if sequence.num_blocks >= min_blocks:
+                    return sequence.sequence_id, sequence.num_blocks
+
+
+def test_a_running_sequence_moves_to_another_node_and_goes_on_there(folder):
+    with two_nodes(folder):
+        sequence_id, _ = wait_for_sequence("a", min_blocks=4)
+        arguments = ("--sequence-id", str(sequence_id), "--target-node", "b")
+        done = ask(folder, "migrate", *arguments)
+        assert done.returncode == 0, done.stderr
+        pattern = rf"sequence {sequence_id} moved to node b: (\d+) blocks, .* in \d+ pieces, \d+ ms\n"
+        moved = re.fullmatch(pattern, done.stdout)
+        assert moved, done.stdout
+        num_moved = int(moved[1])
+        assert list_ids("a") == []
+        assert wait_for_sequence("b", min_blocks=num_moved + 1)[0] == sequence_id
+        for name, num_used in (("a", 0), ("b", num_moved)):
+            told = json.loads(ask(folder, "stats", "--node", name, "--json").stdout)
+            assert told["used_blocks"] >= num_used
+            assert (told["used_blocks"] == 0) == (num_used == 0)
+        for name, other, direction in (("a", "b", "out"), ("b", "a", "in")):
+            told = json.loads(ask(folder, "migration-status", "--node", name, "--json").stdout)
+            [status] = told["migrations"]
+            assert (status["peer"], status["direction"], status["phase"]) == (other, direction, "done")
+            assert status["num_bytes"] == num_moved * 4096
+        table = ask(folder, "migration-status", "--node", "a").stdout
+        assert re.search(rf"sequence {sequence_id} +move to b +done +{num_moved}/{num_moved} ", table), table
+        # And back again, to the node that the target knows by name.
+        assert ask(folder, "migrate", "--node", "b", *arguments[:3], "a").returncode == 0
+        assert list_ids("a") == [sequence_id]
+
+
+def test_a_copy_goes_on_at_both_nodes(folder):
+    with two_nodes(folder):
+        done = ask(folder, "migrate", "--sequence-id", "newest", "--target-node", "b", "--copy", "--json")
+        assert json.loads(done.stdout)["phase"] == "done"
+        assert list_ids("a") == list_ids("b") != []
+        again = ask(folder, "migrate", "--sequence-id", "newest", "--target-node", "b", "--copy")
+        assert again.returncode == 2
+        assert "holds blocks on device 0 already" in again.stderr
+
+
+def test_nodes_find_each_other_by_a_registry(folder):
+    with two_nodes(folder) as (a, b):
+        for name, other, address in (("a", "b", b.address), ("b", "a", a.address)):
+            told = json.loads(ask(folder, "peers", "--node", name, "--json").stdout)
+            [peer] = told["peers"]
+            assert (peer["name"], peer["address"], peer["nearness"]) == (other, address, "host")
+            assert peer["num_blocks"] == 2000
+            assert peer["round_trip_ms"] > 0
+        assert re.search(
+            rf" b +{b.address} +same host +2,000 of 2,000 +[\d.]+ ms",
+            ask(folder, "peers", "--node", "a").stdout,
+        )
+        b.send_signal(signal.SIGINT)
+        assert b.wait(30) == 0
+        assert "knows 0 other nodes" in ask(folder, "peers").stdout
+
+
+def test_people_read_which_sequences_there_are(folder):
+    with node(folder, "a", "busy.jsonl"):
+        sequence_id, _ = wait_for_sequence("a")
+        assert re.search(rf" {sequence_id} +\d+ +0 +[\d.]+ s ago", ask(folder, "sequences").stdout)
+
+
+def test_what_can_not_migrate_is_one_line_and_status_2(folder):
+    (folder / "secret").write_text("another secret than the other nodes'")
+    (folder / "secret").chmod(0o600)
+    with (
+        node(folder, "c", "idle.jsonl", "--secret-file", "secret") as c,
+        node(folder, "d", "idle.jsonl", "--blocks", "3") as d,
+        node(folder, "e", "idle.jsonl", "--block-bytes", "512") as e,
+    ):
+        peers = [f"--peer={name}={there.address}" for name, there in (("c", c), ("d", d), ("e", e))]
+        with node(folder, "a", "busy.jsonl", *peers, "--peer", "gone=127.0.0.1:1"):
+            sequence_id, _ = wait_for_sequence("a", min_blocks=4)
+            for arguments, message in (
+                (f"{sequence_id} nobody", "no node 'nobody' is known; known are: c, d, e, gone"),
+                (f"{sequence_id} gone", "127.0.0.1:1: can not connect: Connection refused"),
+                (f"{sequence_id} c", "it does not accept our secret, or does not know it itself"),
+                (f"{sequence_id} d", "node d has no room for sequence"),
+                (f"{sequence_id} e", "block_bytes is 4096 here and 512 there"),
+                (f"{sequence_id} a", "no node 'a' is known"),
+                ("7 d", f"sequence 7 holds no blocks on node a; these do: {sequence_id}"),
+                ("x d", "'x' is no sequence; give its number, or newest"),
+                (f"{sequence_id} d --max-rate fast", "'fast' is no rate; write it as 100MB/s"),
+                (f"{sequence_id} d --socket here.sock", "give either --socket or --node, not both"),
+            ):
+                number, target, *more = arguments.split()
+                done = ask(
+                    folder, "migrate", "--node", "a", "--sequence-id", number, "--target-node", target, *more
+                )
+                assert (done.returncode, done.stdout) == (2, ""), arguments
+                (line,) = done.stderr.strip().splitlines()
+                assert line.startswith("error: ")
+                assert message in line
+            assert list_ids("a") == [sequence_id]
+            table = ask(folder, "peers", "--node", "a").stdout
+            assert re.search(r" c +\S+ +no answer", table)
+            assert "gone: 127.0.0.1:1: can not connect" in table
+
+
+def test_an_interrupted_migration_is_given_up(folder):
+    with two_nodes(folder):
+        sequence_id, _ = wait_for_sequence("a", min_blocks=12)
+        arguments = ["--sequence-id", str(sequence_id), "--target-node", "b", "--max-rate", "4kB/s"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kv_pool.cli.main", "migrate", "--node", "a", *arguments],
+            cwd=folder,
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        with process, ControlClient(node="a") as client:
+            while not client.list_sequences().sequences[0].is_migrating:
+                assert process.poll() is None, process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 2
+            assert f"error: sequence {sequence_id} stays" in process.stderr.read()
+            while client.list_sequences().sequences[0].is_migrating:
+                pass
+        assert list_ids("a") == [sequence_id]
+        assert list_ids("b") == []
+
+
+def test_the_pool_that_is_meant(folder):
+    with node(folder, "a", "busy.jsonl"):
+        assert ask(folder, "stats").returncode == 0
+        with node(folder, "b", "idle.jsonl"):
+            done = ask(folder, "stats")
+            assert done.returncode == 2
+            assert done.stderr == "error: several pools are served: a, b; say which one with --node\n"
+            with serving("idle.jsonl", *SIZES, cwd=folder):
+                assert "2000 of 8 tokens" in ask(folder, "stats").stdout
+                done = ask(folder, "migrate", "--sequence-id", "1", "--target-node", "b")
+                assert done.returncode == 2
+                assert "is no node, so nothing migrates" in done.stderr
+    done = ask(folder, "stats", "--node", "nobody")
+    assert done.returncode == 2
+    assert f"no pool is served at {get_default_path('nobody')}" in done.stderr
+
+
+def test_the_secret_is_made_once_for_its_owner_only(folder):
+    secret = folder / "kv_pool" / "secret"
+    with node(folder, "a", "idle.jsonl"):
+        made = secret.read_bytes()
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    with node(folder, "a", "idle.jsonl"):
+        assert secret.read_bytes() == made
+    secret.chmod(0o644)
+    done = ask(folder, "serve", "idle.jsonl", "--name", "a", *SIZES)
+    assert done.returncode == 2
+    assert "others than its owner can read or write this file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--listen 127.0.0.1:0", "listen is about a node"),
+        ("--peer b=127.0.0.1:1", "peer is about a node, and a node has a name; give name, too"),
+        ("--name a/b", "'a/b' is no name of a node"),
+        ("--name a --peer b", "'b' is no peer; say name=host:port"),
+        ("--name a --listen nowhere", "'nowhere' is no address of a node"),
+        ("--name a --nodes nowhere.toml", "nowhere.toml: can not read the topology"),
+        ("--name a --registry b", "no node 'b' is known"),
+        ("--name a --registry 127.0.0.1:1", "127.0.0.1:1: can not connect"),
+        ("--name a --secret-file nowhere", "nowhere: can not read the shared secret"),
+        ("--name a --block-bytes 0", "block_bytes: Expected `int` >= 1"),
+        ("--name a --max-rate 0", "a rate of '0' is no rate at all"),
+    ],
+)
+def test_a_node_that_can_not_be_is_one_line_and_status_2(folder, arguments, message):
+    done = ask(folder, "serve", "idle.jsonl", *SIZES, *arguments.split())
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line

@@ -1,0 +1,248 @@
+"""Requests of a live replay that go to another one in mid-course, and their bytes."""
+
+import random
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+from adapter.made_pool import check
+from replay.made_trace import make_random_records, record, write_trace
+
+from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
+from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.control.live_replay import STEP_S, LiveReplay, find_first_number
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.events.event_publisher import NullEventPublisher
+from kv_pool.migration.backends.in_process import InProcessBackend
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.subjects import SequenceSubject
+from kv_pool.replay.trace_clock import EngineRates
+
+RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
+# The next round of the trace begins a second after its last request.
+LAST = record(8, [99], 1, 1_000_000)
+
+
+class Keeping(NullEventPublisher):
+    """Keeps the events."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def publish(self, events):
+        self.events += events
+
+
+class Pair:
+    """Two live replays on one clock, each a node."""
+
+    def __init__(self, folder, stack, records, blocks, **settings):
+        self.now = 100.0
+        self.replays, self.nodes, self.publishers = {}, {}, {}
+        for name in ("a", "b"):
+            path = write_trace(folder / f"{name}.jsonl", [*records[name], LAST])
+            made = ServeSettings(
+                trace=str(path),
+                name=name,
+                blocks=blocks[name],
+                block_size=8,
+                trace_block_size=8,
+                block_bytes=64,
+                **settings,
+            )
+            publisher = self.publishers[name] = Keeping()
+            replay = LiveReplay(made, rates=RATES, publisher=publisher, clock=lambda: self.now)
+            site = GPUKVPoolSite(replay.pool, owner=replay)
+            node = Migrator(name, site, backends=[InProcessBackend(site.storage)])
+            self.replays[name], self.nodes[name] = replay, stack.enter_context(node)
+        self.nodes["a"].connect(self.nodes["b"])
+
+    def run_for(self, seconds):
+        for _ in range(round(seconds / STEP_S)):
+            self.now += STEP_S
+            for replay in self.replays.values():
+                replay.step()
+                check(replay.pool)
+
+    def migrate(self, sequence_id, source="a", target="b", is_move=True):
+        migration = self.nodes[source].migrate(SequenceSubject(sequence_id), target, is_move=is_move)
+        return migration.wait(60)
+
+    def count(self, name):
+        progress = self.replays[name].get_progress()
+        return progress.num_running, progress.num_finished
+
+    def list_ids(self, name):
+        return self.replays[name].pool.list_sequences()
+
+
+@pytest.fixture
+def make_pair(tmp_path):
+    with ExitStack() as stack:
+
+        def make(records=(), records_of_b=(), blocks=20, blocks_of_b=20, **settings):
+            records = {"a": records, "b": records_of_b}
+            return Pair(tmp_path, stack, records, {"a": blocks, "b": blocks_of_b}, **settings)
+
+        yield make
+
+
+ONE = find_first_number("a")
+
+
+def test_a_request_goes_on_where_it_has_come_to(make_pair):
+    pair = make_pair([record(20, [1, 2, 3], 50)])
+    pair.run_for(2)  # 0.02 s to compute its prompt, then 10 tokens a second
+    num_blocks = len(pair.replays["a"].pool.blocks_of(ONE))
+    assert num_blocks == 5
+    assert len(pair.migrate(ONE)) == num_blocks
+    assert (pair.count("a"), pair.count("b")) == ((0, 0), (1, 0))
+    pair.run_for(2.8)
+    assert pair.count("b") == (1, 0)
+    pair.run_for(0.5)
+    assert pair.count("b") == (0, 1)
+    assert pair.replays["a"].get_progress().num_given_up == 1
+    assert pair.replays["b"].get_progress().num_taken_over == 1
+    assert pair.replays["b"].pool.get_free_blocks() == 20
+
+
+def test_a_prompt_that_is_being_computed_takes_as_long_as_it_would_have(make_pair):
+    pair = make_pair([record(80, list(range(10)), 1)])
+    pair.now += 0.04
+    pair.replays["a"].step()  # computed in 0.08 s
+    pair.migrate(ONE)
+    pair.run_for(STEP_S)
+    assert pair.count("b") == (1, 0)
+    pair.run_for(0.2)
+    assert pair.count("b") == (0, 1)
+
+
+def test_a_request_on_its_way_does_nothing_and_does_not_catch_up_when_it_stays(make_pair):
+    pair = make_pair([record(8, [1], 100)])
+    pair.run_for(1.0)
+    site = pair.nodes["a"].site
+    with site.lock:
+        site.freeze(SequenceSubject(ONE))
+    held = pair.replays["a"].pool.blocks_of(ONE)
+    pair.run_for(3.0)
+    assert pair.replays["a"].pool.blocks_of(ONE) == held
+    with site.lock:
+        site.thaw(SequenceSubject(ONE))
+    pair.run_for(0.4)
+    assert len(pair.replays["a"].pool.blocks_of(ONE)) <= len(held) + 1
+    pair.run_for(2.0)
+    assert len(pair.replays["a"].pool.blocks_of(ONE)) > len(held)
+
+
+def test_a_request_that_grows_waits_while_others_are_on_their_way(make_pair):
+    pair = make_pair([record(16, [1, 2], 60), record(16, [3, 4], 60)], blocks=10)
+    pair.run_for(0.5)
+    site = pair.nodes["a"].site
+    with site.lock:
+        site.freeze(SequenceSubject(ONE + 1))
+    pair.run_for(8)
+    assert set(pair.list_ids("a")) == {ONE, ONE + 1}
+    with site.lock:
+        site.thaw(SequenceSubject(ONE + 1))
+    pair.run_for(20)
+    assert pair.count("a") == (0, 2)
+
+
+def test_a_copy_goes_on_at_both(make_pair):
+    pair = make_pair([record(16, [1, 2], 20)])
+    pair.run_for(1.0)
+    pair.migrate(ONE, is_move=False)
+    pair.run_for(3.0)
+    assert pair.count("a") == pair.count("b") == (0, 1)
+
+
+def test_a_request_that_loses_its_blocks_there_begins_anew_there(make_pair):
+    pair = make_pair([record(16, [1, 2], 30)], [record(32, [11, 12, 13, 14], 40)], blocks_of_b=10)
+    pair.run_for(1.0)
+    pair.migrate(ONE)
+    pair.run_for(20)
+    assert pair.replays["b"].get_progress().num_preempted > 0
+    assert pair.count("b") == (0, 2)
+
+
+def test_what_came_is_told_with_its_tokens_and_hit_by_others(make_pair):
+    pair = make_pair([record(24, [1, 2, 3], 20)], [record(24, [1, 2, 3], 20, 5000)])
+    pair.run_for(1.0)
+    pair.migrate(ONE)
+    pair.run_for(5.0)
+    stored = [event.token_ids for event in pair.publishers["b"].events if hasattr(event, "token_ids")]
+    assert stored[:3] == [[1] * 8, [2] * 8, [3] * 8]
+    assert pair.replays["b"].pool.get_statistics().hit_blocks == 2
+
+
+def test_wrong_bytes_are_noticed(make_pair):
+    pair = make_pair([record(24, [1, 2, 3], 20)])
+    pair.run_for(0.5)
+    pool = pair.replays["a"].pool
+    block_id = pool.blocks_of(ONE)[1]
+    pool.storage.write_block(block_id, bytes(pool.block_bytes))
+    new_ids = pair.migrate(ONE)
+    with pytest.raises(
+        CorruptedPoolError, match=rf"the blocks \[{new_ids[1]}\] do not hold what they should"
+    ):
+        pair.replays["b"].step()
+
+
+def test_what_can_not_go_on_there_stays(make_pair):
+    pair = make_pair([record(16, [1, 2], 60), record(16, [4, 5], 3)], blocks_of_b=8)
+    pair.run_for(0.2)
+    with pytest.raises(InvalidArgumentError, match=f"sequence {ONE} will need 10 blocks, the pool has 8"):
+        pair.migrate(ONE)
+    there = pair.replays["b"]
+    state = pair.replays["a"].describe(ONE + 1)
+    for sequence_id, num_blocks, said in (
+        (ONE + 1, 2, b"nonsense"),
+        (ONE + 1, 2, msgspec.msgpack.encode([1, 2])),
+        (ONE, 2, state),
+        (ONE + 1, 1, state),
+    ):
+        with pytest.raises(InvalidArgumentError):
+            there.expect(sequence_id, num_blocks, said)
+    there._waiting.append(pair.replays["a"]._running[ONE + 1].request)
+    with pytest.raises(InvalidArgumentError, match="is here already: it waits for blocks"):
+        pair.migrate(ONE + 1)
+    there._waiting.clear()
+    pair.run_for(10)
+    assert pair.count("a") == (0, 2)
+
+
+def test_nodes_of_different_names_have_requests_of_different_numbers():
+    names = [f"node-{number}" for number in range(20)]
+    numbers = {find_first_number(name) for name in names}
+    assert len(numbers) == 20
+    assert all(number % 1_000_000 == 1 and number > 1_000_000 for number in numbers)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_migrates_when_each_request_ends_once_with_the_right_bytes(make_pair, seed):
+    draw = random.Random(seed)
+    records = {}
+    for name in ("a", "b"):
+        made = make_random_records(draw, 25, 8, partial_ids=True)
+        records[name] = [{**one, "timestamp": 100 * at, "output_length": 30} for at, one in enumerate(made)]
+    most = max(-(-(one["input_length"] + 30) // 8) for found in records.values() for one in found)
+    size = most + 12
+    pair = make_pair(records["a"], records["b"], size, size, defrag_threshold=0.05, defrag_interval=0)
+    num_moved = 0
+    for _ in range(60):
+        pair.run_for(draw.choice([1, 3]) * STEP_S)
+        source, target = draw.sample(["a", "b"], 2)
+        running = pair.list_ids(source)
+        if running:
+            try:
+                pair.migrate(draw.choice(running), source, target)
+                num_moved += 1
+            except (PoolExhaustedError, InvalidArgumentError):
+                pass  # no room, or it waits there
+    pair.run_for(60)
+    assert num_moved > 5
+    assert sum(pair.count(name)[1] for name in ("a", "b")) == 50
+    for name in ("a", "b"):
+        assert pair.count(name)[0] == 0
+        pair.nodes[name].check_invariants()

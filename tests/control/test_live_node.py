@@ -1,0 +1,142 @@
+"""A pool as a node: what it is asked and told over its control socket, with real connections."""
+
+from contextlib import contextmanager
+
+import pytest
+from adapter.made_nodes import take_all
+from adapter.made_pool import check, make, make_storage, read
+
+from kv_pool import ControlError, InvalidArgumentError, PoolExhaustedError, UnknownSequenceError
+from kv_pool.control import ControlClient, ControlServer
+from kv_pool.control.live_node import LiveNode
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.errors import PeerUnavailableError
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.topology import Link, Nearness
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@contextmanager
+def served(name, num_blocks=10, **settings):
+    """A client of a node over a pool with bytes, and the node."""
+    pool = make(num_blocks, storage=make_storage(num_blocks + 1))
+    with (
+        LiveNode(pool, ServeSettings(name=name, host="h1", **settings)) as node,
+        ControlServer(pool, node=node),
+        ControlClient(node=name) as client,
+    ):
+        yield client, node
+
+
+@contextmanager
+def two_nodes(**settings):
+    """a has sequences 1 and 2; they know each other."""
+    with (
+        served("a", **settings) as (client, a),
+        served("b", registry=a.migrator.address) as (client_of_b, b),
+    ):
+        take_all(a.pool, 3, 2)
+        yield client, a, client_of_b, b
+
+
+def wait(client, status):
+    while not status.phase.is_ended:
+        status = client.get_migration(status.migration_id)
+    return status
+
+
+def test_a_sequence_migrates_and_both_tell_of_it(folder):
+    with two_nodes() as (client, a, client_of_b, b):
+        status = wait(client, client.migrate(1, "b"))
+        assert (status.phase, status.num_blocks) == (MigrationPhase.DONE, 3)
+        assert read(b.pool, 1) == [16, 17, 18]
+        assert client.list_migrations().migrations == [status]
+        [seen] = client_of_b.list_migrations().migrations
+        assert (seen.direction, seen.peer, seen.migration_id) == ("in", "a", status.migration_id)
+        assert [one.sequence_id for one in client.list_sequences().sequences] == [2]
+        wait(client, client.migrate(None, "b", is_move=False))
+        assert read(a.pool, 2) == read(b.pool, 2) == [32, 33]
+        check(a.pool)
+        check(b.pool)
+
+
+def test_peers_are_asked_and_how_near_they_are_is_learned(folder):
+    with two_nodes() as (client, a, client_of_b, b):
+        [peer] = client.list_peers().peers
+        assert (peer.name, peer.address, peer.nearness) == ("b", b.migrator.address, "host")
+        assert (peer.num_free_blocks, peer.num_blocks, peer.error) == (10, 10, "")
+        assert a.topology.get_link(Nearness.HOST).latency_s > 0
+        assert client_of_b.list_peers().peers[0].name == "a"
+        wait(client, client.migrate(1, "b"))
+        wait(client_of_b, client_of_b.list_migrations().migrations[0])
+        assert b.topology.get_link(Nearness.HOST).bytes_per_s != Link(2.5e9, 0).bytes_per_s
+    with served("c", peer=["gone=127.0.0.1:1"]) as (client, _):
+        [peer] = client.list_peers().peers
+        assert "can not connect" in peer.error
+
+
+def test_what_can_not_migrate_is_said_before_it_begins(folder):
+    with two_nodes() as (client, a, _, b):
+        take_all(b.pool, 9)
+        for sequence_id, target, error, message in (
+            (7, "b", UnknownSequenceError, "sequence 7 holds no blocks on node a; these do: 1, 2"),
+            (1, "z", PeerUnavailableError, "no node 'z' is known; known are: b"),
+            (1, "b", PoolExhaustedError, "1 of 10 blocks are free there, 3 are needed"),
+        ):
+            with pytest.raises(error, match=message):
+                client.migrate(sequence_id, target)
+        assert client.list_migrations().migrations == []
+        with pytest.raises(InvalidArgumentError, match="knows no migration 'x'"):
+            client.get_migration("x")
+        with pytest.raises(InvalidArgumentError, match="knows no migration 'x'"):
+            client.cancel_migration("x")
+        a.pool.free_sequence(1)
+        a.pool.free_sequence(2)
+        with pytest.raises(UnknownSequenceError, match="no sequence holds blocks on node a"):
+            client.migrate(None, "b")
+
+
+def test_a_migration_is_cancelled_and_the_sequence_stays(folder):
+    with two_nodes() as (client, a, _, b):
+        status = client.migrate(1, "b", max_bytes_per_s=10.0)
+        while not client.list_sequences().sequences[0].is_migrating:
+            assert not client.get_migration(status.migration_id).phase.is_ended
+        client.cancel_migration(status.migration_id)
+        assert wait(client, status).phase is MigrationPhase.CANCELLED
+        assert read(a.pool, 1) == [16, 17, 18]
+        while b.pool.get_free_blocks() < 10:
+            pass
+
+
+def test_a_pool_that_is_no_node_says_so(folder):
+    with ControlServer(make()), ControlClient() as client:
+        assert client.list_sequences().sequences == []
+        for ask in (client.list_peers, client.list_migrations, lambda: client.migrate(1, "b")):
+            with pytest.raises(ControlError, match="is no node, so nothing migrates"):
+                ask()
+
+
+def test_nodes_and_links_may_be_in_one_file(folder):
+    with served("b") as (_, b):
+        (folder / "nodes.toml").write_text(
+            f'[[peers]]\nname = "b"\naddress = "{b.migrator.address}"\n'
+            "[links.host]\nbytes_per_s = 1e9\nlatency_s = 0.5\n"
+        )
+        with served("a", nodes=str(folder / "nodes.toml"), registry="b") as (client, a):
+            assert [peer.name for peer in client.list_peers().peers] == ["b"]
+            assert a.topology.get_link(Nearness.HOST) == Link(1e9, 0.5)
+
+
+def test_two_nodes_of_one_name_are_one_too_many(folder):
+    pool = make(storage=make_storage())
+    with served("a") as (_, a):
+        second = LiveNode(pool, ServeSettings(name="a", registry=a.migrator.address))
+        with pytest.raises(InvalidArgumentError, match="another node is called 'a'"):
+            second.__enter__()
+    with pytest.raises(InvalidArgumentError, match="a node has a name"):
+        LiveNode(pool, ServeSettings())

@@ -1,0 +1,69 @@
+import random
+
+import numpy as np
+import pytest
+from migration.backends.made_links import fill, make_kv, make_rows
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_rows
+
+KIB = 1024
+
+
+def test_rows_end_where_those_of_one_side_end():
+    assert choose_rows([64 * KIB, 64 * KIB], [32 * KIB, 96 * KIB]) == [32 * KIB, 32 * KIB, 64 * KIB]
+
+
+def test_small_rows_are_not_worth_it():
+    assert choose_rows([4 * KIB] * 4, [16 * KIB]) == [16 * KIB]
+
+
+@pytest.mark.parametrize("theirs", [[], [0, 16], [16, -1, 1], [15], [17], [1] * 70_000])
+def test_rows_of_other_blocks_are_refused(theirs):
+    with pytest.raises(InvalidArgumentError, match=f"in {len(theirs)} rows there"):
+        choose_rows([16], theirs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_sides_choose_the_same(seed):
+    rng = random.Random(seed)
+
+    def cut(total):
+        ends = sorted({total, *(rng.randrange(1, total) for _ in range(rng.randrange(6)))})
+        return np.diff(ends, prepend=0).tolist()
+
+    total = rng.choice([100, 64 * KIB, 1024 * KIB])
+    ours, theirs = cut(total), cut(total)
+    rows = choose_rows(ours, theirs)
+    assert rows == choose_rows(theirs, ours)
+    assert sum(rows) == total
+    ends = set(np.cumsum(rows).tolist())
+    assert len(rows) == 1 or {*np.cumsum(ours).tolist(), *np.cumsum(theirs).tolist()} == ends
+
+
+@pytest.mark.parametrize("layout", ["NHD", "BLNHC", "LHBNC", "FLASH"])
+def test_what_one_window_reads_out_another_writes_in(layout):
+    source, target = make_kv(layout, 9), make_kv(layout, 9)
+    fill(source, 1)
+    rows = choose_rows(list_rows(source), list_rows(target))
+    sources, targets = np.array([8, 1, 2, 5]), np.array([0, 6, 7, 3])
+    data = b"".join(BlockWindow(source, rows, 4).read_out(sources))
+    assert len(data) == 4 * source.block_bytes
+    window = BlockWindow(target, rows, 4)
+    start = 0
+    for view in window.get_room(targets):
+        view[:] = data[start : start + len(view)]
+        start += len(view)
+    window.write_in(targets)
+    for source_id, target_id in zip(sources.tolist(), targets.tolist(), strict=True):
+        assert target.read_block(target_id) == source.read_block(source_id)
+
+
+def test_host_memory_is_sent_from_where_it_lies():
+    storage = make_rows(4, [16 * KIB, 32 * KIB], 0, "x")
+    window = BlockWindow(storage, [16 * KIB, 32 * KIB], 4)
+    views = window.read_out(np.array([1, 2]))
+    storage.write_block(1, b"1" * 48 * KIB)
+    storage.write_block(2, b"2" * 48 * KIB)
+    assert [bytes(view[:1]) for view in views] == [b"1", b"1"]
+    assert b"".join(views) == (b"1" * 16 * KIB + b"2" * 16 * KIB) + (b"1" * 32 * KIB + b"2" * 32 * KIB)
