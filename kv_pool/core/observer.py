@@ -60,5 +60,8 @@ class ColderTiers(Protocol):
         Told by a manager, not by the pool, which does not know why a block is evicted.
         """
 
+    def store_pending(self) -> None:
+        """Copy out what was taken anew and is about to be overwritten other than by a step; not by the pool."""
+
     def on_cache_reset(self) -> None:
         """The prefix cache was reset, as after a change of weights: what was stored before is void."""

@@ -258,6 +258,10 @@ class Pull:
         with site.lock:
             room = site.take_room(self.subject, offer.blocks, offer.state)
             try:
+                tiers = site.leases.block_pool.colder_tiers
+                if tiers is not None:
+                    # What these blocks have held goes on living there, if it is copied before we write.
+                    tiers.store_pending()
                 if room.missing:
                     self.lease = site.leases.lend(
                         [room.blocks[position] for position in room.missing],
