@@ -61,7 +61,7 @@ class ColderTiers(Protocol):
         """
 
     def store_pending(self) -> None:
-        """Copy out what was taken anew and is about to be overwritten other than by a step; not by the pool."""
+        """Copy out what was taken anew, before it is overwritten other than by a step. Not by the pool."""
 
     def on_cache_reset(self) -> None:
         """The prefix cache was reset, as after a change of weights: what was stored before is void."""
