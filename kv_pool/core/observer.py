@@ -65,7 +65,6 @@ class ColderTiers(Protocol):
 
         Not called by the pool: by who writes, such as a migration. May take as long as copying the blocks.
         """
-        """Copy out what was taken anew, before it is overwritten other than by a step. Not by the pool."""
 
     def on_cache_reset(self) -> None:
         """The prefix cache was reset, as after a change of weights: what was stored before is void."""
