@@ -107,9 +107,6 @@ class GPUKVPool(KVPoolProtocol):
             are nobody's here, and never move. Calls on it are not locked.
         lock: held during each call, reentrant; for whoever needs several calls to be one.
         storage: as given.
-        before_overwriting: called, with the lock held, before the pool itself has blocks overwritten that it
-            took anew: those that others are moved to, or that come from elsewhere; None for nobody. Tiers
-            store the old bytes there: `TieredCache.store_pending`.
         holdings, placement: of use to what else belongs to the adapter, with the lock held.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
@@ -156,7 +153,6 @@ class GPUKVPool(KVPoolProtocol):
             total_blocks + 1, enable_caching, block_size, enable_kv_cache_events=enable_kv_cache_events
         )
         self.storage = storage
-        self.before_overwriting: Callable[[], object] | None = None
         self._may_evict = eviction_policy is not None
         self._on_evicted = on_evicted
         self._migration_hook = migration_hook
@@ -903,8 +899,6 @@ class GPUKVPool(KVPoolProtocol):
         return [sequence.sequence_id for sequence in victims]
 
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
-        if self.before_overwriting is not None:
-            self.before_overwriting()
         if self.storage is not None:
             self.storage.apply_moves(moves)
         # The ids are exchanged next, which does not fail.

@@ -192,8 +192,6 @@ class GPUKVPoolSite(MigrationSite):
         except BaseException:
             self.pool.block_pool.free_blocks(touched[::-1])
             raise
-        if self.pool.before_overwriting is not None:
-            self.pool.before_overwriting()
         for sequence_id in barred_ids:
             self._holdings.barred[sequence_id] = "is coming from another node"
         left = iter(taken)

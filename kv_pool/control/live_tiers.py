@@ -41,7 +41,6 @@ class LiveTiers:
             layout = BlockLayout.describe(pool.storage, pool.block_size)
             tiers.append(DiskTier(settings.disk_tier, capacity, layout))
         self.cache = TieredCache(pool.block_pool, pool.storage, tiers, enable_events=enable_events)
-        pool.before_overwriting = self.cache.store_pending
         self._hits = dict.fromkeys([MEDIUM_GPU, *(tier.medium for tier in tiers)], 0)
 
     def find(self, block_hashes: Sequence[BlockHash]) -> list[BlockHashWithGroupId]:
@@ -81,4 +80,3 @@ class LiveTiers:
         with self._pool.lock:
             self.cache.flush()
             self.cache.close()
-            self._pool.before_overwriting = None

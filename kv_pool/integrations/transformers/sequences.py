@@ -302,7 +302,7 @@ class PagedSequences:
         run = compaction.take_run(
             pool, num_blocks, self.storage.apply_moves, lambda relocation: None, pinned=watched
         )
-        self._store_pending()  # what was in the run: its taker writes when he likes
+        pool.store_pending()  # what was in the run: its taker writes when he likes
         return run
 
     def get_fragmentation_rate(self) -> float:
@@ -312,11 +312,6 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
         """
         return self._get_run_pool().get_fragmentation_rate(self.run_length)
-
-    def _store_pending(self) -> None:
-        """Blocks that were taken are about to be overwritten, and not by a step."""
-        if self.tiers is not None:
-            self.tiers.store_pending()
 
     def _get_run_pool(self) -> RunBlockPool:
         pool = self.manager.block_pool
@@ -341,7 +336,7 @@ class PagedSequences:
         targets = manager.get_block_ids(copy.request_id)
         first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
-        target._store_pending()
+        manager.block_pool.store_pending()
         try:
             self.storage.copy_to(target.storage, moves)
         except BaseException:
