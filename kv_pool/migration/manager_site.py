@@ -141,8 +141,9 @@ class ManagerSite(MigrationSite):
         request_id = _get_request_id(subject)
         tables = self._frozen.pop(request_id)
         self._side.free_request(request_id, [table.blocks for table in tables])
-        if self.manager.retention is not None and not self.manager.holds_blocks(request_id):
-            self.manager.retention.forget_request(request_id)
+        retention = self.manager.retention
+        if retention is not None and retention.is_active:
+            retention.forget_request(request_id)
         if self._release_request is not None:
             self._release_request(request_id, target)
 

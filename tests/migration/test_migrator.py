@@ -15,6 +15,7 @@ from kv_pool import (
     SlidingWindowSpec,
     UnknownSequenceError,
 )
+from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
     LayoutMismatchError,
     MigrationCancelledError,
@@ -28,6 +29,8 @@ from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tiered_cache import TieredCache
 
 PATIENCE_S = 30.0
 SECRET = b"sixteen bytes, or more"
@@ -429,3 +432,25 @@ def test_what_has_ended_is_listed_until_a_thousand_more_have():
             pair.node_b.find_migration(ids[0])
     finally:
         pair.stop()
+
+
+def test_what_arrives_does_not_overwrite_what_goes_to_a_colder_tier(make_pair, over):
+    pair = make_pair(over, b={"num_blocks": 8})
+    tier = HostTier(8, pair.b.storage)
+    TieredCache(pair.b.pool, pair.b.storage, [tier])
+    old = range(500, 528)  # fills the pool
+    pair.b.start("old", old)
+    pair.b.finish("old")
+    pair.a.start("r", range(20))
+    pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    keys = tier.list_keys()
+    assert len(keys) == 5
+    hashes = [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(old)]
+    with pair.b.lock:
+        blocks = pair.b.pool.get_new_blocks(1)
+    for key in keys:
+        end = (hashes.index(key) + 1) * BLOCK_SIZE
+        tier.load([key], pair.b.storage, [blocks[0].block_id])
+        assert pair.b.read(blocks[0].block_id) == pair.b.make_bytes(f"0 {list(old[:end])}")
+    pair.b.pool.free_blocks(blocks)
+    pair.check()

@@ -2,7 +2,7 @@ import pytest
 from migration.made_nodes import Clock, MadeEngine
 
 from kv_pool import InvalidArgumentError
-from kv_pool.errors import MigrationError, StaleTransferError
+from kv_pool.errors import LayoutMismatchError, MigrationError, StaleTransferError
 from kv_pool.migration import source as source_module
 from kv_pool.migration.invariants import check_manager_site, check_source
 from kv_pool.migration.messages import (
@@ -179,6 +179,18 @@ def test_one_id_is_one_transfer():
     other = PrepareTransfer(TRANSFER_ID, PrefixSubject(()), False, layout, "target")
     with pytest.raises(StaleTransferError, match="lends sequence r to node 'target'; choose another id"):
         lender.transfers.prepare(other)
+
+
+def test_a_target_with_other_blocks_is_refused_before_anything_is_lent():
+    lender = Lender()
+    other = MadeEngine(16, lender.clock, head_size=16).site.layout
+    message = PrepareTransfer(TRANSFER_ID, SequenceSubject("r"), True, other, "target")
+    with pytest.raises(
+        LayoutMismatchError, match="blocks of node 'target' can not be used here: block_format"
+    ):
+        lender.transfers.prepare(message)
+    assert lender.is_here()
+    assert lender.answer("prepare") == "offer"
 
 
 def test_a_request_is_moved_by_one_transfer_at_a_time():

@@ -108,6 +108,8 @@ class PagedSequences:
         Returns:
             How many tokens need not be computed, also in `request.num_computed_tokens`; None where the
             blocks do not fit, with nothing changed.
+        Raises:
+            CopyFailedError: the device did not take what was read back. The request has no blocks.
         """
         prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
         num_new_tokens = request.num_tokens - prefix.num_tokens
@@ -124,6 +126,8 @@ class PagedSequences:
                 return plan.num_computed_tokens
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
             return None
+        if self.read_back is not None:
+            self.read_back.note_started(prefix)
         request.num_computed_tokens = prefix.num_tokens
         return prefix.num_tokens
 

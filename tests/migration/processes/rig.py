@@ -335,10 +335,10 @@ class Schedule:
     def wait_for_pause(self, at, migration_id):
         """Has the step been reached? False: the migration has ended before."""
         starter = self.starter()
+        has_ended = False
         while True:
             readable = wait([node.events for node in self.rig.nodes.values()], PATIENCE_S)
             assert readable, "nothing happens"
-            has_ended = False
             for events in readable:
                 _, phase, found_id, is_paused = events.recv()
                 if is_paused and events is at.events:
