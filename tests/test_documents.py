@@ -19,7 +19,7 @@ TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
 MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
 MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py"}
+NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
 SHOWN = [
     "kv_pool.adapter.gpu_kv_pool",
     "kv_pool.adapter.layout",

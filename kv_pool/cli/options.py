@@ -9,11 +9,12 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory
 from kv_pool.replay.groups import FORMAT, parse_groups
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE, PREEMPTIONS
+from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE, PREEMPTIONS, TIER_WRITES
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 _ENGINE = "The engine the trace clock imagines"
-_MODEL = "The model, for --memory and --host-blocks"
+_TIERS = "Colder tiers, for cached blocks that the pool takes anew"
+_MODEL = "The model, for --memory, and where copies take time"
 EVENTS_PANEL = "Events"
 
 TraceArgument = Annotated[
@@ -86,7 +87,7 @@ HostBlocks = Annotated[
     int,
     typer.Option(
         help="Capacity in blocks of a pool in host memory, for preempted requests of the trace clock; with "
-        "--model or dimensions.",
+        "--model or dimensions. It is other memory than that of --host-tier, which is for cached blocks.",
         min=0,
         rich_help_panel=_ENGINE,
     ),
@@ -105,6 +106,39 @@ CopyRate = Annotated[
     typer.Option(
         help="What is copied between device and host in a second, such as 25GB.", rich_help_panel=_ENGINE
     ),
+]
+HostTier = Annotated[
+    int,
+    typer.Option(
+        metavar="BLOCKS",
+        help="Capacity of a tier in host memory: cached blocks go there when the pool takes them anew, and "
+        "are read back on a hit. It is other memory than that of --host-blocks, which is for preempted "
+        "requests. With the trace clock it needs --model or dimensions.",
+        min=0,
+        rich_help_panel=_TIERS,
+    ),
+]
+DiskTier = Annotated[
+    int,
+    typer.Option(
+        metavar="BLOCKS",
+        help="Capacity of a tier on disk, below the host's: what that has no more room for goes there.",
+        min=0,
+        rich_help_panel=_TIERS,
+    ),
+]
+TierWrite = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN",
+        help=f"{' or '.join(TIER_WRITES)}: blocks go to the first tier when they are taken anew, or as soon "
+        "as they are cached.",
+        rich_help_panel=_TIERS,
+    ),
+]
+DiskRate = Annotated[
+    str,
+    typer.Option(help="What is copied between host and disk in a second.", rich_help_panel=_TIERS),
 ]
 Limit = Annotated[int | None, typer.Option(help="Only so many requests from the start.", min=1)]
 TraceBlockSize = Annotated[

@@ -12,12 +12,13 @@ from rich.table import Table
 from kv_pool.cli import options
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.publishing import describe_publisher, open_publisher
+from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport, write_json
-from kv_pool.replay.simulator import PREEMPTIONS, ReplaySettings, run_replay
+from kv_pool.replay.simulator import PREEMPTIONS, TIER_WRITES, ReplaySettings, run_replay
 from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates
@@ -49,6 +50,10 @@ def replay(
     host_blocks: options.HostBlocks = 0,
     preempt: options.Preempt = PREEMPTIONS[0],
     copy_rate: options.CopyRate = f"{EngineRates.copy_bytes_per_s / 1e9:.0f}GB",
+    host_tier: options.HostTier = 0,
+    disk_tier: options.DiskTier = 0,
+    tier_write: options.TierWrite = TIER_WRITES[0],
+    disk_rate: options.DiskRate = f"{EngineRates.disk_bytes_per_s / 1e9:.0f}GB",
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: options.TimestampUnit = "ms",
@@ -77,13 +82,20 @@ def replay(
         raise InvalidArgumentError(
             "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
         )
+    if (host_tier or disk_tier) and clock == "trace" and kv is None:
+        raise InvalidArgumentError(
+            "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "
+            "decide how long a copy takes"
+        )
     settings = ReplaySettings(
         trace=trace,
         num_blocks=num_blocks,
         block_size=block_size,
         convention=convention,
         clock=clock,
-        rates=EngineRates(prefill_rate, decode_rate, max_running, speedup, parse_memory(copy_rate)),
+        rates=EngineRates(
+            prefill_rate, decode_rate, max_running, speedup, parse_memory(copy_rate), parse_memory(disk_rate)
+        ),
         limit=limit,
         trace_block_size=trace_block_size,
         timestamp_unit=timestamp_unit,
@@ -94,6 +106,9 @@ def replay(
         chunk_tokens=chunk_tokens,
         watermark=watermark,
         host_blocks=host_blocks,
+        host_tier=host_tier,
+        disk_tier=disk_tier,
+        tier_write=tier_write,
         block_bytes=block_bytes,
         preemption=preempt,
         keep_session_s=keep_sessions,
@@ -152,6 +167,8 @@ def make_table(report: ReplayReport) -> Table:
         f"{report.token_hit_rate:.2%}",
         f"{report.tokens_hit:,} of {report.tokens_in:,} prompt tokens",
     )
+    for medium, tokens_hit, source in _list_media(report):
+        table.add_row(f"  from {medium}", f"{tokens_hit / report.tokens_in:.2%}", source)
     table.add_row(
         "block hit rate",
         f"{report.block_hit_rate:.2%}",
@@ -174,6 +191,15 @@ def make_table(report: ReplayReport) -> Table:
         f"{report.mean_blocks_in_use / report.num_blocks:.1%} of the pool, over {over}",
     )
     table.add_row("blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table")
+    table.add_section()
+    for tier in report.tiers:
+        table.add_row(
+            f"{tier.medium} tier",
+            f"{tier.blocks_held:,}",
+            f"of {tier.capacity:,} blocks; {tier.evictions:,} made room",
+        )
+        moved = f", {tier.bytes_moved / 1e9:,.1f} GB in all" if tier.bytes_moved else ""
+        table.add_row("  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} read back{moved}")
     table.add_section()
     if report.clock == "trace":
         waiting = report.waiting
@@ -200,6 +226,17 @@ def make_table(report: ReplayReport) -> Table:
     ):
         table.add_row(f"{name}, median", _microseconds(times.median_ns), _describe_calls(times))
     return table
+
+
+def _list_media(report: ReplayReport) -> list[tuple[str, int, str]]:
+    """Where the tokens hit came from, where there is more than one place."""
+    if not report.tiers:
+        return []
+    tokens_hit = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
+    media = [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,}, which the pool itself had")]
+    for tier in report.tiers:
+        media.append((tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,}, read back"))
+    return media
 
 
 def _seconds(duration_ms: float) -> str:

@@ -14,7 +14,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.plot import check_can_draw, draw_hit_rates
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import ReplayReport, write_json
-from kv_pool.replay.simulator import ReplaySettings
+from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings
 from kv_pool.replay.sweep import run_sweep
 from kv_pool.replay.trace_clock import EngineRates
 
@@ -34,6 +34,15 @@ def sweep(
     groups: options.Groups = "full",
     chunk_tokens: options.ChunkTokens = None,
     watermark: options.Watermark = 0.0,
+    host_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="BLOCKS",
+            help="Capacities of a tier in host memory, too, each with each of the pool's: 0,10000,30000. "
+            "For the instant clock.",
+        ),
+    ] = "0",
+    tier_write: options.TierWrite = TIER_WRITES[0],
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: options.TimestampUnit = "ms",
@@ -44,12 +53,10 @@ def sweep(
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
-    try:
-        capacities = sorted({int(text.replace("_", "")) for text in blocks.split(",")})
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"--blocks {blocks!r} is not a list of whole numbers such as 1000,3000,10000"
-        ) from error
+    capacities = _parse_numbers("--blocks", blocks)
+    host_tiers = _parse_numbers("--host-tier", host_tier)
+    if host_tiers != [0] and clock != "instant":
+        raise InvalidArgumentError("--host-tier is for the instant clock here; for another: kv-pool replay")
     check_can_draw(png)
     settings = ReplaySettings(
         trace=trace,
@@ -66,18 +73,20 @@ def sweep(
         groups=groups,
         chunk_tokens=chunk_tokens,
         watermark=watermark,
+        tier_write=tier_write,
     )
+    num_replays = len(capacities) * len(host_tiers)
     with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
-        task = bar.add_task("sweep", total=len(capacities), live="")
+        task = bar.add_task("sweep", total=num_replays, live="")
 
         def show(report: ReplayReport) -> None:
             bar.update(
                 task,
                 advance=1,
-                live=f"{report.num_blocks:,} blocks: token hit rate {report.token_hit_rate:.1%}",
+                live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}",
             )
 
-        reports = run_sweep(settings, capacities, jobs or os.cpu_count() or 1, show)
+        reports = run_sweep(settings, capacities, jobs or os.cpu_count() or 1, show, host_tiers)
     if json is not None:
         write_json(reports, json)
     draw_hit_rates(reports, png)
@@ -87,19 +96,44 @@ def sweep(
 
 
 def make_table(reports: list[ReplayReport]) -> Table:
-    """One row per capacity, with a bar for the token hit rate."""
+    """One row per replay, with a bar for the token hit rate."""
+    has_tiers = any(report.tiers for report in reports)
+    rows = [_make_row(report, has_tiers) for report in reports]
     table = Table(title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens")
-    for name in ("blocks", "token hits", "block hits", "refused", "preempted", "evictions"):
+    for name in rows[0]:
         table.add_column(name, justify="right")
     table.add_column("")
-    for report in reports:
-        table.add_row(
-            f"{report.num_blocks:,}",
-            f"{report.token_hit_rate:.2%}",
-            f"{report.block_hit_rate:.2%}",
-            f"{report.refused_requests:,}",
-            f"{report.preempted:,}",
-            f"{report.evictions:,}",
-            "█" * round(_BAR_WIDTH * report.token_hit_rate),
-        )
+    for report, row in zip(reports, rows, strict=True):
+        table.add_row(*row.values(), "█" * round(_BAR_WIDTH * report.token_hit_rate))
     return table
+
+
+def _make_row(report: ReplayReport, has_tiers: bool) -> dict[str, str]:
+    row = {"blocks": f"{report.num_blocks:,}"}
+    if has_tiers:
+        row["host tier"] = f"{report.settings['host_tier']:,}"
+    row["token hits"] = f"{report.token_hit_rate:.2%}"
+    if has_tiers:
+        row["from host"] = f"{sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in:.2%}"
+    row |= {
+        "block hits": f"{report.block_hit_rate:.2%}",
+        "refused": f"{report.refused_requests:,}",
+        "preempted": f"{report.preempted:,}",
+        "evictions": f"{report.evictions:,}",
+    }
+    return row
+
+
+def _parse_numbers(option: str, text: str) -> list[int]:
+    """The whole numbers of a list, each once, in order. Raises InvalidArgumentError."""
+    try:
+        return sorted({int(number.replace("_", "")) for number in text.split(",")})
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{option} {text!r} is not a list of whole numbers such as 1000,3000,10000"
+        ) from error
+
+
+def _describe(report: ReplayReport) -> str:
+    tiers = "".join(f" and {tier.capacity:,} in a tier" for tier in report.tiers)
+    return f"{report.num_blocks:,} blocks{tiers}"

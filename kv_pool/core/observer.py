@@ -61,7 +61,10 @@ class ColderTiers(Protocol):
         """
 
     def store_pending(self) -> None:
-        """Copy out what was taken anew, before it is overwritten other than by a step. Not by the pool."""
+        """Somebody is about to write to blocks that he has taken, without waiting for the step's own call.
+
+        Not called by the pool: by who writes, such as a migration. May take as long as copying the blocks.
+        """
 
     def on_cache_reset(self) -> None:
         """The prefix cache was reset, as after a change of weights: what was stored before is void."""

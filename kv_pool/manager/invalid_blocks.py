@@ -93,8 +93,8 @@ def evict_wrong_blocks(block_pool: BlockPoolCore, block_ids: Sequence[int]) -> N
     tiers = block_pool.colder_tiers
     keys: list[BlockHashWithGroupId] = []
     if tiers is not None:
-        wrong = set(block_ids)
-        keys = block_pool.list_keys([block for block in block_pool.blocks if block.block_id in wrong])
+        listed = [block_id for block_id in block_ids if 0 <= block_id < block_pool.num_gpu_blocks]
+        keys = block_pool.list_keys([block_pool.blocks[block_id] for block_id in listed])
     block_pool.evict_blocks(block_ids)
     if tiers is not None and keys:
         tiers.on_content_invalidated(keys)

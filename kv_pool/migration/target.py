@@ -260,8 +260,7 @@ class Pull:
             try:
                 tiers = site.leases.block_pool.colder_tiers
                 if tiers is not None:
-                    # What these blocks have held goes on living there, if it is copied before we write.
-                    tiers.store_pending()
+                    tiers.store_pending()  # what was in these blocks, before other bytes arrive there
                 if room.missing:
                     self.lease = site.leases.lend(
                         [room.blocks[position] for position in room.missing],

@@ -4,21 +4,22 @@ from kv_pool.core.block_pool import BlockPool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
 from kv_pool.manager.swap.swapper import BlockSwapper
+from kv_pool.replay.link import Link
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 
 
 class HostSwap:
-    """A host pool beside the manager's, and the link between them, in virtual time.
+    """A host pool beside the manager's, and the copies between them, in virtual time.
 
-    Copies are made one after the other, at one rate in both directions. A request that is swapped out gives
+    A request that is swapped out gives
     its device blocks up at once, and goes on when its copy back is done: an engine that copies into blocks,
     or computes into them, before they are copied out would have to wait for that, too.
 
     Args:
         num_blocks: that the host pool can hand out.
         block_bytes: what a copy of one block moves.
-        copy_bytes_per_s: the link's rate.
+        link: between device and host.
         rule: whether a request is swapped out, if the host has room, or computed anew.
         report: copies are counted there.
     """
@@ -28,7 +29,7 @@ class HostSwap:
         manager: KVCacheManager,
         num_blocks: int,
         block_bytes: int,
-        copy_bytes_per_s: float,
+        link: Link,
         rule: PreemptionRule,
         report: ReplayReport,
     ) -> None:
@@ -38,11 +39,10 @@ class HostSwap:
         )
         self.swapper = BlockSwapper(manager, host_pool)
         self._manager = manager
-        self._ms_per_block = 1000 * block_bytes / copy_bytes_per_s
+        self._link = link
         self._block_bytes = block_bytes
         self._rule = rule
         self._report = report
-        self._link_free_ms = 0.0
 
     def holds(self, request: ReplayRequest) -> bool:
         """Is the request swapped out?"""
@@ -73,12 +73,8 @@ class HostSwap:
         return self._copy(len(plan.moves), now_ms)
 
     def _copy(self, num_blocks: int, now_ms: float) -> float:
-        """When so many blocks, and all that were to be copied before, are copied."""
         self._report.bytes_moved += num_blocks * self._block_bytes
-        if num_blocks:
-            self._link_free_ms = max(now_ms, self._link_free_ms) + num_blocks * self._ms_per_block
-            return self._link_free_ms
-        return now_ms
+        return self._link.copy(num_blocks * self._block_bytes, now_ms)
 
 
 def swap_always(loss: PreemptionLoss, /) -> PreemptionKind:

@@ -1,10 +1,14 @@
-"""The hit-rate curve as a picture."""
+"""Hit rates over capacity as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.report import ReplayReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def check_can_draw(path: str) -> None:
@@ -20,6 +24,8 @@ def check_can_draw(path: str) -> None:
 def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
     """Draw token and block hit rate over capacity to an image file (.png, .svg, .pdf).
 
+    Where some of the replays have colder tiers, it is the token hit rate, over all the capacity there is: a
+    line for the pool alone, and one for each size of the pool with tiers below it.
     Raises:
         TraceError: matplotlib is not installed, or the file can not be written.
         InvalidArgumentError: no reports.
@@ -35,10 +41,15 @@ def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
 
     ordered = sorted(reports, key=lambda report: report.num_blocks)
     first = ordered[0]
-    capacities = [report.num_blocks for report in ordered]
     figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
-    axes.plot(capacities, [report.token_hit_rate for report in ordered], "o-", label="of prompt tokens")
-    axes.plot(capacities, [report.block_hit_rate for report in ordered], "s--", label="of full prompt blocks")
+    if any(report.tiers for report in ordered):
+        _draw_tiers(axes, ordered)
+    else:
+        capacities = [report.num_blocks for report in ordered]
+        rates = [report.token_hit_rate for report in ordered]
+        axes.plot(capacities, rates, "o-", label="of prompt tokens")
+        rates = [report.block_hit_rate for report in ordered]
+        axes.plot(capacities, rates, "s--", label="of full prompt blocks")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_ylim(bottom=0)
@@ -57,3 +68,24 @@ def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
         raise TraceError(f"{path}: can not write the picture: {error}") from error
     finally:
         plt.close(figure)
+
+
+def _draw_tiers(axes: "Axes", ordered: Sequence[ReplayReport]) -> None:
+    alone = [report for report in ordered if not report.tiers]
+    if len(alone) > 1:
+        capacities = [report.num_blocks for report in alone]
+        axes.plot(capacities, [report.token_hit_rate for report in alone], "ko-", label="the pool alone")
+    for num_blocks in dict.fromkeys(report.num_blocks for report in ordered if report.tiers):
+        line = [report for report in ordered if report.num_blocks == num_blocks]
+        line.sort(key=count_capacity)
+        axes.plot(
+            [count_capacity(report) for report in line],
+            [report.token_hit_rate for report in line],
+            "s--",
+            label=f"{num_blocks:,} in the pool, others in tiers",
+        )
+
+
+def count_capacity(report: ReplayReport) -> int:
+    """Blocks that the pool and its tiers can hold."""
+    return report.num_blocks + sum(tier.capacity for tier in report.tiers)

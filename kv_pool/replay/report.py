@@ -102,6 +102,32 @@ def take_provenance(trace: str, digest: str, trace_block_size: int | None, seed:
     )
 
 
+class TierReport(msgspec.Struct):
+    """What a colder tier did in a replay. Blocks are of one KV cache group.
+
+    Attributes:
+        medium: CPU or STORAGE.
+        capacity: in blocks.
+        blocks_hit, tokens_hit: hits that it gave, part of the report's. Of a token for which blocks of
+            several groups are read, the coldest one counts.
+        blocks_written: from the tier above or the device.
+        blocks_read: for hits; what tokens after a window do not attend to is not read.
+        bytes_moved: both ways; 0 where a block's bytes are not known.
+        evictions: blocks that it had no more room for.
+        blocks_held: at the end, which is the most.
+    """
+
+    medium: str
+    capacity: int
+    blocks_hit: int = 0
+    tokens_hit: int = 0
+    blocks_written: int = 0
+    blocks_read: int = 0
+    bytes_moved: int = 0
+    evictions: int = 0
+    blocks_held: int = 0
+
+
 class ReplayReport(msgspec.Struct):
     """What a replay did. Blocks are pool blocks of `block_size` tokens of one KV cache group.
 
@@ -120,7 +146,8 @@ class ReplayReport(msgspec.Struct):
         late_requests: whose timestamp lay before their predecessor's; they arrive with it (trace clock).
         broken_lines: lines passed over; `first_broken` says what was wrong with the first.
         blocks_looked_up: full prompt blocks of all requests.
-        blocks_hit, tokens_hit: found cached when a request was first admitted.
+        blocks_hit, tokens_hit: found cached when a request was first admitted, on the device or in a tier.
+        tiers: the colder tiers, from warm to cold, and what of these hits was theirs.
         evictions: blocks that lost their hash because they were handed out again.
         peak_blocks_in_use, mean_blocks_in_use: the mean is over time (trace clock) or requests.
         blocks_per_run: mean length of the runs of consecutive ids in the block tables.
@@ -167,6 +194,7 @@ class ReplayReport(msgspec.Struct):
     look_up: CallTimes = msgspec.field(default_factory=CallTimes)
     allocate: CallTimes = msgspec.field(default_factory=CallTimes)
     free: CallTimes = msgspec.field(default_factory=CallTimes)
+    tiers: list[TierReport] = msgspec.field(default_factory=list)
     settings: dict[str, str | bool | int | float] = msgspec.field(default_factory=dict)
     provenance: Provenance | None = None
 

@@ -16,8 +16,10 @@ from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
 from kv_pool.replay.instant_clock import run_instantly
 from kv_pool.replay.keeper import Keeper
+from kv_pool.replay.link import Link
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
+from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, take_provenance
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import Trace
@@ -26,6 +28,8 @@ from kv_pool.replay.trace_clock import EngineRates, TraceClock
 CLOCKS = ("instant", "trace")
 PREEMPTIONS = ("cost", "swap", "recompute")
 """How a request gives way: as is faster, or always to the host while there is room, or never."""
+
+TIER_WRITES = ("back", "through")
 
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per block for traces of token ids, which have none of their own."""
@@ -52,7 +56,12 @@ class ReplaySettings:
         chunk_tokens: prompts are computed in steps of no more than so many tokens; None for all at once.
         watermark: share of the pool that a request which begins has to leave free while others run.
         host_blocks: capacity of a pool in host memory, for preempted requests of the trace clock.
-        block_bytes: of a block in the layers of one group; 0 for unknown, which will not do for a host pool.
+        host_tier, disk_tier: capacities of colder tiers, for cached blocks that the pool takes anew; 0 for
+            none. They hold no bytes here. The host's is other memory than that of `host_blocks`.
+        tier_write: one of `TIER_WRITES`: blocks go to the first tier when they are taken anew, or as soon as
+            they are cached.
+        block_bytes: of a block in the layers of one group; 0 for unknown, which will not do where copies take
+            time: for a host pool, and for tiers with the trace clock.
         keep_session_s: seconds for which a conversation's blocks are kept for its next turn, of a trace with
             session ids. Time is the clock's; the instant clock goes by the requests' arrival.
         keep_prefix_tokens: so many tokens at the head of each prompt are the last to be evicted.
@@ -75,6 +84,9 @@ class ReplaySettings:
     chunk_tokens: int | None = None
     watermark: float = 0.0
     host_blocks: int = 0
+    host_tier: int = 0
+    disk_tier: int = 0
+    tier_write: str = TIER_WRITES[0]
     block_bytes: int = 0
     preemption: str = PREEMPTIONS[0]
     keep_session_s: float = 0.0
@@ -128,14 +140,27 @@ def run_replay(
         watermark=settings.watermark,
         retention=None if keeper is None else keeper.retention,
     )
+    link = Link(settings.rates.copy_bytes_per_s)
+    tiers = None
+    if settings.host_tier or settings.disk_tier:
+        tiers = ReplayTiers(
+            manager,
+            settings.host_tier,
+            settings.disk_tier,
+            settings.tier_write,
+            settings.block_bytes,
+            link,
+            Link(settings.rates.disk_bytes_per_s),
+        )
     tally = Tally(
         manager,
         ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
         keeper,
+        tiers,
     )
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
-        swap = _make_swap(settings, tally)
+        swap = _make_swap(settings, tally, link)
     source = manager if swap is None else swap.swapper
     next_progress = 0.0
 
@@ -172,7 +197,7 @@ def run_replay(
     return report
 
 
-def _make_swap(settings: ReplaySettings, tally: Tally) -> HostSwap:
+def _make_swap(settings: ReplaySettings, tally: Tally, link: Link) -> HostSwap:
     rates = settings.rates
     rule: PreemptionRule = swap_always
     if settings.preemption == "cost":
@@ -185,7 +210,7 @@ def _make_swap(settings: ReplaySettings, tally: Tally) -> HostSwap:
         tally.manager,
         settings.host_blocks,
         settings.block_bytes,
-        rates.copy_bytes_per_s,
+        link,
         rule,
         tally.report,
     )
@@ -218,6 +243,16 @@ def _check(settings: ReplaySettings) -> None:
         )
     if settings.host_blocks and not settings.block_bytes:
         raise InvalidArgumentError("a host pool needs block_bytes: they say how long copies take")
+    if settings.host_tier < 0 or settings.disk_tier < 0:
+        raise InvalidArgumentError(
+            f"host_tier is {settings.host_tier}, disk_tier {settings.disk_tier}; they are 0 or more blocks"
+        )
+    if settings.tier_write not in TIER_WRITES:
+        raise InvalidArgumentError(
+            f"unknown tier_write {settings.tier_write!r}; known are {', '.join(TIER_WRITES)}"
+        )
+    if (settings.host_tier or settings.disk_tier) and settings.clock == "trace" and not settings.block_bytes:
+        raise InvalidArgumentError("colder tiers need block_bytes: they say how long copies take")
     if settings.limit is not None and settings.limit < 1:
         raise InvalidArgumentError(f"limit is {settings.limit}; it counts requests, 1 or more")
 

@@ -1,4 +1,4 @@
-"""`run_sweep`: one trace at many capacities, in parallel processes."""
+"""`run_sweep`: one trace at many capacities, of the pool and of a tier, in parallel processes."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -15,29 +15,36 @@ def run_sweep(
     capacities: Sequence[int],
     num_processes: int,
     on_done: Callable[[ReplayReport], None] | None = None,
+    host_tiers: Sequence[int] | None = None,
 ) -> list[ReplayReport]:
     """Replay the trace once per capacity; the reports in the order of `capacities`.
 
     Args:
         capacities: in blocks; each replaces `settings.num_blocks`.
+        host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity in turn: its reports
+            come one after another. None for that of the settings.
         on_done: called with each report as it is finished.
     Raises:
         InvalidArgumentError: no capacities, or a setting that a replay refuses.
         TraceError: as `run_replay`.
     """
-    if not capacities:
+    if host_tiers is None:
+        host_tiers = [settings.host_tier]
+    points = [
+        replace(settings, num_blocks=capacity, host_tier=host_tier)
+        for capacity in capacities
+        for host_tier in host_tiers
+    ]
+    if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
     if num_processes < 1:
         raise InvalidArgumentError(f"num_processes is {num_processes}; a sweep needs at least 1")
     # Spawned, not forked: a worker starts clean whatever threads the caller runs.
     context = multiprocessing.get_context("spawn")
     reports: dict[int, ReplayReport] = {}
-    workers = min(num_processes, len(capacities))
+    workers = min(num_processes, len(points))
     with ProcessPoolExecutor(workers, mp_context=context) as executor:
-        futures = {
-            executor.submit(run_replay, replace(settings, num_blocks=capacity)): index
-            for index, capacity in enumerate(capacities)
-        }
+        futures = {executor.submit(run_replay, point): index for index, point in enumerate(points)}
         try:
             for future in as_completed(futures):
                 report = future.result()
@@ -47,4 +54,4 @@ def run_sweep(
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
             raise
-    return [reports[index] for index in range(len(capacities))]
+    return [reports[index] for index in range(len(points))]

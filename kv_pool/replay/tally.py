@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,7 +10,28 @@ from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.keeper import Keeper
 from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
+from kv_pool.tiers.read_back import TierHit
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """How much of a prompt need not be computed.
+
+    Attributes:
+        prefix: on the device.
+        tier_hit: what tiers have after it; None for nothing.
+    """
+
+    prefix: CachedPrefix
+    tier_hit: TierHit | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        if self.tier_hit is None:
+            return self.prefix.num_tokens
+        return self.prefix.num_tokens + self.tier_hit.num_tokens
 
 
 class Tally:
@@ -17,17 +39,27 @@ class Tally:
 
     Args:
         keeper: the manager's, if it has a retention.
+        tiers: below the manager's pool, if there are some.
 
     Attributes:
         report: counts so far; rates and times are filled in by `finish`.
         smallest_refused: blocks that the smallest refused request needs.
     """
 
-    def __init__(self, manager: KVCacheManager, report: ReplayReport, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        report: ReplayReport,
+        keeper: Keeper | None = None,
+        tiers: ReplayTiers | None = None,
+    ) -> None:
         self.manager = manager
         self.report = report
         self.smallest_refused = 0
+        self.tiers = tiers
         self._keeper = keeper
+        if tiers is not None:
+            report.tiers = tiers.reports
         self._waits_ms = array("d")
         self._look_up_ns = array("q")
         self._allocate_ns = array("q")
@@ -53,18 +85,40 @@ class Tally:
             self.smallest_refused = num_blocks_alone
         return False
 
-    def count_hit(self, request: ReplayRequest, prefix: CachedPrefix) -> None:
-        """Count the prefix with which a request was admitted for the first time."""
-        num_tokens = min(prefix.num_tokens, request.input_length)
-        self.report.blocks_hit += prefix.num_tokens // self.report.block_size
-        self.report.tokens_hit += num_tokens
-        self._sum_request_hit_rates += num_tokens / request.input_length
+    def count_hit(self, request: ReplayRequest, found: FoundPrefix) -> None:
+        """Count the prefix with which a request was admitted for the first time.
 
-    def look_up(self, request: ReplayRequest) -> CachedPrefix:
+        Of a hit block that is not full only the tokens count.
+        """
+        report = self.report
+        num_tokens = min(found.num_tokens, request.input_length)
+        report.blocks_hit += found.num_tokens // report.block_size
+        report.tokens_hit += num_tokens
+        self._sum_request_hit_rates += num_tokens / request.input_length
+        if self.tiers is not None and found.tier_hit is not None:
+            self.tiers.count_hit(found.tier_hit, found.num_tokens - num_tokens)
+
+    def look_up(self, request: ReplayRequest) -> FoundPrefix:
+        """What of the request's prompt is cached, on the device and then in tiers."""
         start = time.perf_counter_ns()
         prefix = self.manager.get_computed_blocks(request, request.max_hit_tokens)
+        found = FoundPrefix(prefix)
+        if self.tiers is not None:
+            hit = self.tiers.find(request, prefix)
+            if hit.num_tokens:
+                found = FoundPrefix(prefix, hit)
         self._look_up_ns.append(time.perf_counter_ns() - start)
-        return prefix
+        return found
+
+    def begin(self, request: ReplayRequest, num_new_tokens: int, found: FoundPrefix) -> bool:
+        """Whether the request got slots for what was found and for so many more tokens: only where all its
+        tokens have room, if nobody else takes it. What tiers have is being read then."""
+        if self.tiers is None or found.tier_hit is None:
+            return self.allocate(request, num_new_tokens, found.prefix)
+        start = time.perf_counter_ns()
+        has_room = self.tiers.begin(request, found.tier_hit, found.prefix, num_new_tokens)
+        self._end_allocation(start)
+        return has_room
 
     def allocate(
         self, request: ReplayRequest, num_new_tokens: int, prefix: CachedPrefix | None = None
@@ -78,13 +132,16 @@ class Tally:
             )
             is not None
         )
-        self._allocate_ns.append(time.perf_counter_ns() - start)
+        self._end_allocation(start)
+        return has_room
+
+    def _end_allocation(self, start_ns: int) -> None:
+        self._allocate_ns.append(time.perf_counter_ns() - start_ns)
         # A step of its own: what is allocated next is computed after it, and may begin with what it writes.
         self.manager.take_block_copies()
         in_use = self.num_blocks_in_use
         if in_use > self.report.peak_blocks_in_use:
             self.report.peak_blocks_in_use = in_use
-        return has_room
 
     def free(self, request: ReplayRequest) -> None:
         """Give the request's blocks back, after looking how contiguous they were."""
@@ -138,4 +195,6 @@ class Tally:
         report.look_up = summarize_calls(self._look_up_ns)
         report.allocate = summarize_calls(self._allocate_ns)
         report.free = summarize_calls(self._free_ns)
+        if self.tiers is not None:
+            self.tiers.fill_reports()
         return report

@@ -24,6 +24,7 @@ class EngineRates:
         max_running: requests that run at once.
         speedup: arrivals come this many times faster than in the trace.
         copy_bytes_per_s: between device and host, in both directions together.
+        disk_bytes_per_s: between host and disk, in both directions together.
     """
 
     prefill_tokens_per_s: float = 50_000.0
@@ -31,6 +32,7 @@ class EngineRates:
     max_running: int = 256
     speedup: float = 1.0
     copy_bytes_per_s: float = 25e9
+    disk_bytes_per_s: float = 5e9
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -45,8 +47,8 @@ class TraceClock:
     """A scheduler in virtual time over the real manager: first come, first served; the last admitted request
     is preempted when a running one needs a block and none is free.
 
-        arrive -> waiting -> prefill, in steps -> decode -> free
-                     ^__________________|___________|  preempted
+        arrive -> waiting -> read back from tiers -> prefill, in steps -> decode -> free
+                     ^_______________|________________________|___________|  preempted
 
     A request that could not fit alone with all its output is refused on arrival, so every other one finishes.
 
@@ -139,17 +141,20 @@ class TraceClock:
                 self._run(request)
                 self._plan(request, copied_ms, 0)
             else:
-                prefix = self.tally.look_up(request)
-                num_tokens = self._steps.count_next(prefix.num_tokens, request.num_tokens)
-                if not self.tally.allocate(request, num_tokens, prefix):
+                found = self.tally.look_up(request)
+                num_tokens = self._steps.count_next(found.num_tokens, request.num_tokens)
+                if not self.tally.begin(request, num_tokens, found):
                     return
                 if request.request_id not in self._admissions:
-                    self.tally.count_hit(request, prefix)
+                    self.tally.count_hit(request, found)
                 num_lost = self._num_lost_tokens.pop(request.request_id, 0)
-                self.tally.report.tokens_recomputed += max(0, num_lost - prefix.num_tokens)
-                request.num_computed_tokens = prefix.num_tokens
+                self.tally.report.tokens_recomputed += max(0, num_lost - found.num_tokens)
                 self._run(request)
-                self._prefill(request, num_tokens)
+                if self._is_reading(request):
+                    self._plan(request, self._copy(), 0)
+                else:
+                    request.num_computed_tokens = found.num_tokens
+                    self._prefill(request, num_tokens)
 
     def _run(self, request: ReplayRequest) -> None:
         """From the front of the queue to those that run."""
@@ -163,7 +168,7 @@ class TraceClock:
 
     def _prefill(self, request: ReplayRequest, num_tokens: int) -> None:
         """Compute so many tokens of the prompt when those before it are computed."""
-        start_ms = max(self._now_ms, self._prefill_free_ms)
+        start_ms = max(self._copy(), self._prefill_free_ms)
         self._prefill_free_ms = start_ms + 1000 * num_tokens / self.rates.prefill_tokens_per_s
         self._plan(request, self._prefill_free_ms, num_tokens)
 
@@ -174,7 +179,9 @@ class TraceClock:
         heapq.heappush(self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens))
 
     def _step(self, request: ReplayRequest, num_tokens: int) -> None:
-        """The request has computed or generated `num_tokens`: end it, or let it go on."""
+        """The request has computed or generated `num_tokens`, or was read: end it, or let it go on."""
+        if self.tally.tiers is not None and self.tally.tiers.is_reading(request):
+            self.tally.tiers.finish(request)
         if request.num_computed_tokens < request.num_tokens:
             request.num_computed_tokens += num_tokens
         elif num_tokens:
@@ -194,7 +201,14 @@ class TraceClock:
         if request.num_computed_tokens < request.num_tokens:
             self._prefill(request, num_next)
         else:
-            self._plan(request, self._now_ms + 1000 * num_next / self.rates.decode_tokens_per_s, num_next)
+            self._plan(request, self._copy() + 1000 * num_next / self.rates.decode_tokens_per_s, num_next)
+
+    def _is_reading(self, request: ReplayRequest) -> bool:
+        return self.tally.tiers is not None and self.tally.tiers.is_reading(request)
+
+    def _copy(self) -> float:
+        """When the copies to and from tiers are done that were asked for just now; now, if there are none."""
+        return self._now_ms if self.tally.tiers is None else self.tally.tiers.copy(self._now_ms)
 
     def _count_next(self, request: ReplayRequest) -> int:
         """Tokens of the request's next step: a part of the prompt, or output until a block is full."""
@@ -210,7 +224,9 @@ class TraceClock:
         del self._admissions[request.request_id]
 
     def _preempt(self, request: ReplayRequest) -> None:
-        if self._swap is None or not self._swap.take_out(request, self._now_ms):
+        if self.tally.tiers is not None and self.tally.tiers.is_reading(request):
+            self.tally.tiers.give_up(request)
+        elif self._swap is None or not self._swap.take_out(request, self._now_ms):
             self.tally.free(request)
             self._num_lost_tokens[request.request_id] = request.num_computed_tokens
             request.num_computed_tokens = 0

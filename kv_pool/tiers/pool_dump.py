@@ -77,6 +77,7 @@ def dump_pool(
     Nothing changes in the pool. Call it between two steps, from the thread that schedules; the device's work
     is waited for. What a block holds beyond its key is not dumped: references, tables, retention, partial
     content of blocks without a key. Tokens and prompts' bytes are in the file, which only its owner can read.
+    A process that is killed meanwhile leaves a hidden file `.NAME.*.tmp` in the folder, which nobody reads.
     Memory: some 200 bytes for each cached block; the blocks' bytes pass through 32 MiB.
     """
     layout = _find_layout(pool, storage, layout)
@@ -151,6 +152,7 @@ def load_pool(
 
     With events on, the pool tells of a clear, and of all blocks that it has now: with tokens, parents before
     children, where the state of the stream was dumped, by their hashes alone where not.
+    Colder tiers are not told; an observer is told that the blocks were taken.
     Cost: reads the file once; some 300 bytes of memory for each cached block, more with tokens.
     """
     layout = _find_layout(pool, storage, layout)

@@ -235,6 +235,9 @@ class TierReadBack:
         self, request: SchedulableRequest, start: int, end: int, by_medium: dict[str, int]
     ) -> None:
         """Add to the counts; tokens for which nothing is read count as of the warmest tier."""
+        if len(self._media) == 1:
+            by_medium[self._media[0]] += end - start
+            return
         step = self.manager.alignment
         level_of = [0] * ((end - start) // step)
         rows = self._prefixes.find_blocks(request, start, end) or []

@@ -155,7 +155,7 @@ class ReadBackPlan:
 
     def _is_void(self) -> bool:
         """Was the content of a block found to be wrong since it was hit?"""
-        return any(key not in self._tiered_cache for key in self.keys) or any(
+        return not self._tiered_cache.has_all(self.keys) or any(
             block.block_hash != key for block, key in self._hits
         )
 

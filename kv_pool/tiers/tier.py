@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -100,6 +100,11 @@ class Tier:
 
     def __contains__(self, key: object) -> bool:
         return key in self._slots.slot_of
+
+    @property
+    def index(self) -> Mapping[BlockHashWithGroupId, object]:
+        """What it has, by key: to be looked up many keys in. Changes as the tier does."""
+        return self._slots.slot_of
 
     def list_keys(self) -> list[BlockHashWithGroupId]:
         """The keys it has, the one used longest ago first. O(blocks)."""

@@ -20,17 +20,14 @@ class TierLookup:
     ) -> list[BlockHashWithGroupId]:
         """The keys of the longest prefix that the tiers have, head first."""
         suffix = group_suffix(kv_cache_group_id)
+        indexes = self._tiered_cache.list_indexes()
         found: list[BlockHashWithGroupId] = []
         for block_hash in block_hashes[: max(0, max_num_blocks)]:
             key = BlockHashWithGroupId(block_hash + suffix)
-            if key not in self._tiered_cache:
-                break
+            for index in indexes:
+                if key in index:
+                    break
+            else:
+                return found
             found.append(key)
         return found
-
-    def get_cached_block(
-        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int], /
-    ) -> list[BlockHashWithGroupId] | None:
-        """The keys of this block in all of these groups; None if one is missing."""
-        keys = [BlockHashWithGroupId(block_hash + group_suffix(group_id)) for group_id in kv_cache_group_ids]
-        return keys if all(key in self._tiered_cache for key in keys) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from kv_pool.core.block import KVCacheBlock
@@ -55,8 +55,8 @@ class TieredCache:
 
     **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
     writes: until then the blocks that were taken still hold their old bytes, and this is where they are
-    copied out. `store_pending()` before anything else overwrites or moves blocks: a compaction, a swap in,
-    a migration. Without bytes both do nothing.
+    copied out. `store_pending()` before anything else overwrites blocks that it has taken, or moves them;
+    compactions, swappers and migrations do that themselves. Without bytes both do nothing.
 
     What is stored are full blocks, by the key under which requests look for them. Partial blocks
     (`cache_partial_block`) are not, nor keys beyond a block's first: whoever hits those has the full block's
@@ -137,6 +137,18 @@ class TieredCache:
 
     def __contains__(self, key: object) -> bool:
         return key in self._pending or any(key in tier for tier in self.tiers)
+
+    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
+        """Where to look up many keys: one in these is in a tier, or will be. Until something changes."""
+        indexes = [tier.index for tier in self.tiers]
+        return [self._pending, *indexes] if self._pending else indexes
+
+    def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        """Are these all in a tier, or will be?"""
+        indexes = self.list_indexes()
+        if len(indexes) == 1:
+            return all(map(indexes[0].__contains__, keys))
+        return all(any(key in index for index in indexes) for key in keys)
 
     def list_pending(self) -> list[BlockHashWithGroupId]:
         """Blocks that were taken anew since the last copy, and are still to be copied out."""
@@ -319,7 +331,7 @@ class TieredCache:
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Let no tier give these up to make room, until `release`; they count as used now."""
         for tier in self.tiers:
-            tier.touch(key for key in keys if key in tier)
+            tier.touch(keys)
             tier.hold(keys)
 
     def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
@@ -344,7 +356,8 @@ class TieredCache:
         target_of = dict(zip(keys, block_ids, strict=True))
         left = list(keys)
         for tier in self.tiers:
-            here = [key for key in left if key in tier]
+            index = tier.index
+            here = [key for key in left if key in index]
             if here:
                 failed = tier.load(here, self.storage, [target_of[key] for key in here])
                 self._tell_removed(tier, failed)

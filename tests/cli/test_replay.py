@@ -131,6 +131,40 @@ def test_preempted_requests_may_go_to_the_host(folder):
     assert table["waited, mean"] == f"{report['waiting']['mean_ms'] / 1000:.1f} s"
 
 
+TWICE = [record(24, [1, 2, 3]), record(32, [4, 5, 6, 7], 0, 100), record(24, [1, 2, 3], 0, 200)]
+
+
+def test_what_the_pool_gave_up_is_read_back_from_tiers(folder):
+    # The second takes 3 and 2 from the first, tail first; the host has room for one, so 3 goes to disk.
+    write_trace(folder / "trace.gz", TWICE)
+    stdout, report = replay(folder, "--blocks", "5", "--host-tier", "1", "--disk-tier", "9")
+    table = rows(stdout)
+    assert (table["token hit rate"], table["from GPU"], table["from CPU"]) == ("20.00%", "10.00%", "10.00%")
+    assert table["from STORAGE"] == "0.00%"
+    assert (table["CPU tier"], table["STORAGE tier"]) == ("1", str(report["tiers"][1]["blocks_held"]))
+    assert [tier["medium"] for tier in report["tiers"]] == ["CPU", "STORAGE"]
+    assert [tier["tokens_hit"] for tier in report["tiers"]] == [8, 0]
+    assert report["tiers"][0]["blocks_read"] == 1
+    assert report["tiers"][0]["bytes_moved"] == 0
+
+
+def test_reading_back_takes_time(folder):
+    write_trace(folder / "trace.gz", TWICE)
+    stdout, report = replay(
+        folder,
+        *("--blocks", "5", "--host-tier", "9", "--tier-write", "through", "--clock", "trace"),
+        *("--prefill-rate", "1000", "--model", "llama-3-8b", "--copy-rate", "1GiB", "--disk-rate", "1MB"),
+    )
+    # At 200 the third reads id 2 back, and computes 8 tokens; a block is 1 MiB, and a copy of it takes 1/1024
+    # s. All that it overwrites is on the host already.
+    assert report["simulated_ms"] == pytest.approx(200 + 1000 / 1024 + 8)
+    (tier,) = report["tiers"]
+    assert (tier["blocks_written"], tier["blocks_read"]) == (7, 1)
+    assert tier["bytes_moved"] == 8 * 2**20
+    assert report["settings"]["disk_bytes_per_s"] == 1e6
+    assert "1 read back, 0.0 GB in all" in stdout
+
+
 def test_conversations_and_system_prompts_may_be_kept(folder):
     write_trace(folder / "trace.gz", [{**traced, "session_id": 1} for traced in TRACE])
     _, report = replay(folder, "--blocks", "20", "--keep-sessions", "60", "--keep-prefix", "8")
@@ -146,6 +180,9 @@ def test_conversations_and_system_prompts_may_be_kept(folder):
         ("--watermark 1", "watermark is 1.0; it is a share of the pool, 0 to below 1"),
         ("--host-blocks 9 --clock trace", "--host-blocks needs --model or dimensions"),
         ("--host-blocks 9 --model llama-3-8b", "only with the trace clock there are some"),
+        ("--host-tier 9 --clock trace", "with the trace clock --host-tier and --disk-tier need --model"),
+        ("--disk-tier 9 --tier-write never", "unknown tier_write 'never'; known are back, through"),
+        ("--disk-rate slow", "'slow' is not a size"),
         ("--preempt never", "unknown preemption 'never'; known are cost, swap, recompute"),
         ("--copy-rate fast", "'fast' is not a size"),
         ("--copy-rate 0GB", "copy_bytes_per_s is 0; it is above 0"),

@@ -48,6 +48,40 @@ def test_capacities_are_sorted_and_each_has_a_row(folder):
     assert [report["tokens_hit"] for report in reports] == [0, 16, 16]
 
 
+def test_a_tier_in_host_memory_is_swept_with_each_capacity(folder):
+    write_trace(folder / "trace.jsonl", [*TRACE, *TRACE])
+    done = sweep(folder, "--blocks", "4,5", "--host-tier", "9,0", "--json", "sweep.json")
+    assert done.returncode == 0, done.stderr
+    reports = json.loads((folder / "sweep.json").read_text())
+    sizes = [(report["num_blocks"], report["settings"]["host_tier"]) for report in reports]
+    assert sizes == [(4, 0), (4, 9), (5, 0), (5, 9)]
+    assert reports[0]["tokens_hit"] < reports[1]["tokens_hit"]
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:5]]
+        for line in done.stdout.splitlines()
+        if line.startswith("│")
+    ]
+    assert [row[:2] for row in cells] == [["4", "0"], ["4", "9"], ["5", "0"], ["5", "9"]]
+    assert cells[0][3] == "0.00%"
+    assert cells[1][3] != "0.00%"
+    assert (folder / "sweep.png").read_bytes()[:8] == PNG
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--host-tier some", "--host-tier 'some' is not a list of whole numbers"),
+        ("--host-tier 9 --clock trace", "--host-tier is for the instant clock here"),
+        ("--host-tier 9,-1", "host_tier is -1, disk_tier 0; they are 0 or more blocks"),
+        ("--host-tier 9 --tier-write never", "unknown tier_write 'never'"),
+    ],
+)
+def test_options_that_can_not_be_meant_are_one_line_and_status_2(folder, options, message):
+    done = sweep(folder, "--blocks", "50", "--jobs", "1", *options.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
 def test_the_curve_is_drawn_where_asked(folder):
     done = sweep(folder, "--blocks", "4,50", "--jobs", "1", "--png", "curve.png")
     assert done.returncode == 0, done.stderr

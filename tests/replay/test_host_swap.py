@@ -15,6 +15,7 @@ from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionCost
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
+from kv_pool.replay.link import Link
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
@@ -46,7 +47,7 @@ def run(
         watermark=watermark,
     )
     report = ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "trace")
-    swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, COPY_RATE, rule, report)
+    swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, Link(COPY_RATE), rule, report)
     arriving = (
         ReplayRequest(
             TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),

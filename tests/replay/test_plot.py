@@ -5,8 +5,8 @@ import struct
 import pytest
 
 from kv_pool import TraceError
-from kv_pool.replay.plot import draw_hit_rates
-from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.plot import count_capacity, draw_hit_rates
+from kv_pool.replay.report import ReplayReport, TierReport
 
 REPORTS = [
     ReplayReport(16, size, "full_blocks", "instant", 5, token_hit_rate=rate, block_hit_rate=rate)
@@ -33,6 +33,20 @@ def test_one_report_is_enough_for_a_picture(tmp_path):
     path = tmp_path / "curve.png"
     draw_hit_rates(REPORTS[:1], str(path))
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_tiers_are_lines_of_their_own_over_all_the_capacity(tmp_path):
+    path = tmp_path / "curve.svg"
+    tiered = [
+        ReplayReport(16, 10, "full_blocks", "instant", 5, tiers=[TierReport("CPU", size)])
+        for size in (990, 90)
+    ]
+    draw_hit_rates([*REPORTS, *tiered], str(path))
+    assert count_capacity(tiered[0]) == 1000
+    picture = path.read_text()
+    assert "the pool alone" in picture
+    assert "10 in the pool, others in tiers" in picture
+    assert "of full prompt blocks" not in picture
 
 
 @pytest.mark.parametrize("name", ["nowhere/curve.png", "curve.xyz"])

@@ -12,7 +12,7 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 import kv_pool
-from kv_pool import BlockRemoved, InvalidArgumentError, TraceError
+from kv_pool import BlockRemoved, BlockStored, InvalidArgumentError, TraceError
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.report import ReplayReport, write_json
@@ -118,6 +118,23 @@ def test_with_a_feed_the_events_tell_all_that_the_report_counts(trace, clock):
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
+def test_the_events_of_tiers_are_among_them(trace, clock):
+    publisher = Collector()
+    settings = ReplaySettings(
+        trace, 12, clock=clock, trace_block_size=8, host_tier=5, disk_tier=9, block_bytes=1000
+    )
+    report = run_replay(settings, feed=EventFeed(publisher))
+    events = [event for batch in publisher.batches for event in batch]
+    for tier in report.tiers:
+        told = [event for event in events if event.medium == tier.medium]
+        stored = [len(event.block_hashes) for event in told if isinstance(event, BlockStored)]
+        removed = [len(event.block_hashes) for event in told if isinstance(event, BlockRemoved)]
+        assert (sum(stored), sum(removed)) == (tier.blocks_written, tier.evictions)
+        assert tier.blocks_hit > 0
+    assert count(report) == count(run_replay(settings))
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
 def test_the_same_settings_give_the_same_counts(trace, clock):
     first, second = (
         count(run_replay(ReplaySettings(trace, 12, clock=clock, trace_block_size=8))) for _ in range(2)
@@ -175,9 +192,13 @@ def test_the_report_names_its_settings(trace):
         "groups": "full",
         "watermark": 0.0,
         "host_blocks": 0,
+        "host_tier": 0,
+        "disk_tier": 0,
+        "tier_write": "back",
         "block_bytes": 0,
         "preemption": "cost",
         "copy_bytes_per_s": 25e9,
+        "disk_bytes_per_s": 5e9,
         "keep_session_s": 0.0,
         "keep_prefix_tokens": 0,
     }

@@ -1,6 +1,7 @@
 """A sweep is so many single replays."""
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -39,6 +40,17 @@ def test_a_sweep_gives_the_single_replays_in_the_order_of_the_capacities(setting
     assert [without_times(report) for report in reports] == [without_times(report) for report in singles]
     assert sorted(report.num_blocks for report in finished) == [6, 20, 60]
     assert reports[1].tokens_hit < reports[0].tokens_hit < reports[2].tokens_hit
+
+
+def test_each_capacity_is_replayed_with_each_tier(settings):
+    finished = []
+    reports = run_sweep(settings, [20, 6], 2, finished.append, [0, 30])
+    sizes = [(report.num_blocks, sum(tier.capacity for tier in report.tiers)) for report in reports]
+    assert sizes == [(20, 0), (20, 30), (6, 0), (6, 30)]
+    assert len(finished) == 4
+    assert reports[3].tokens_hit > reports[2].tokens_hit
+    (alone,) = run_sweep(replace(settings, host_tier=30), [6], 1)
+    assert without_times(alone) == without_times(reports[3])
 
 
 def test_a_capacity_in_which_nothing_fits_stops_the_sweep(tmp_path):

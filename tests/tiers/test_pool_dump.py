@@ -195,6 +195,23 @@ def test_bytes_follow_their_blocks_into_storages_of_other_sizes_and_layouts(layo
             assert target.read_block(new) == storage.read_block(old)
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.torch), pytest.param("cuda:0", marks=pytest.mark.gpu)]
+)
+def test_bytes_come_from_and_go_to_torch_tensors(device, tmp_path):
+    pool, _ = make_pool()
+    storage = KVStorage.allocate(10, 4, 2, 3, 8, "bfloat16", device, library="torch")
+    fill(storage)
+    dump_pool(tmp_path / "pool", pool, storage=storage)
+    for target in (
+        KVStorage.allocate(10, 4, 2, 3, 8, "bfloat16", device, library="torch"),
+        KVStorage.allocate(10, 4, 2, 3, 8, "bfloat16"),
+    ):
+        done = load_pool(tmp_path / "pool", BlockPool(10, True, 4), storage=target)
+        for block_id in done.new_ids.tolist():
+            assert target.read_block(block_id) == storage.read_block(block_id)
+
+
 def test_more_bytes_than_pass_through_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("kv_pool.tiers.dump.dump_reader.BATCH_BYTES", 1000)
     monkeypatch.setattr("kv_pool.tiers.pool_dump.BATCH_BYTES", 700)

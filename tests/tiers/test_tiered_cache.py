@@ -1,5 +1,6 @@
 """What tiers tell the world, what they do without bytes, and which damage their invariants notice."""
 
+import numpy as np
 import pytest
 from tiers.tier_engine import TierEngine
 
@@ -9,15 +10,20 @@ from kv_pool import (
     BlockPool,
     BlockRemoved,
     BlockStored,
+    BlockSwapper,
     InvalidArgumentError,
     KVCacheManager,
     Request,
 )
+from kv_pool.contiguous.compaction import pack
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_keys import make_external_block_hash
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
+from kv_pool.storage import BlockStorage
 from kv_pool.tiers import invariants
+from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -240,3 +246,67 @@ def test_a_plan_that_is_not_as_it_should_be_is_noticed(tmp_path, number, damage)
     damage(engine, plan)
     with pytest.raises(AssertionError, match=number):
         invariants.check(engine.read_back)
+
+
+def make_bytes(pool):
+    """An array with room for the hash of each block, and a storage over it."""
+    content = np.zeros((pool.num_gpu_blocks, 32), np.uint8)
+    return content, BlockStorage.wrap_state([content])
+
+
+def cache_bytes(cache, content, name, tokens):
+    """A step that fills blocks."""
+    request, pool = Request(name, tokens, HASHER), cache.block_pool
+    blocks = pool.get_new_blocks(len(request.block_hashes))
+    pool.cache_full_blocks(request, blocks, 0, len(blocks), 4, 0)
+    cache.flush()
+    for block, block_hash in zip(blocks, request.block_hashes, strict=True):
+        content[block.block_id] = np.frombuffer(block_hash, np.uint8)
+    return request, blocks
+
+
+def check_bytes(cache, tier):
+    read = tier.read(tier.list_keys())
+    for key, block_id in zip(read.keys, read.block_ids, strict=True):
+        assert read.storage.read_block(block_id) == key[:32]
+
+
+def test_a_compaction_does_not_overwrite_what_is_pending():
+    pool = RunBlockPool(9, True, 4)
+    content, storage = make_bytes(pool)
+    cache = TieredCache(pool, storage, [HostTier(8, storage)])
+    _, blocks = cache_bytes(cache, content, "a", range(32))
+    pool.free_blocks(blocks[:4])
+    taken = pool.get_new_blocks(4)
+    assert len(cache.list_pending()) == 4
+    pool.free_blocks(taken)
+    assert pack(pool, storage.apply_moves)
+    assert cache.list_pending() == []
+    assert (len(cache.tiers[0]), cache.num_dropped) == (4, 0)
+    check_bytes(cache, cache.tiers[0])
+
+
+def test_a_swap_does_not_overwrite_what_is_pending():
+    pool = BlockPool(9, True, 4)
+    host_pool = BlockPool(20, True, 4, medium="CPU")
+    content, storage = make_bytes(pool)
+    _, host_storage = make_bytes(host_pool)
+    cache = TieredCache(pool, storage, [HostTier(8, storage)])
+    manager = KVCacheManager(pool)
+    swapper = BlockSwapper(manager, host_pool)
+    swapped = Request("swapped", range(12), HASHER)
+    manager.allocate_slots(swapped, 12)
+    swapped.num_computed_tokens = 12
+    for block_id, block_hash in zip(manager.get_block_ids("swapped"), swapped.block_hashes, strict=True):
+        content[block_id] = np.frombuffer(block_hash, np.uint8)
+    swapper.swap_out(swapped).apply(lambda moves: storage.copy_to(host_storage, moves))
+    for number in range(3):
+        first = 100 * number + 100
+        _, blocks = cache_bytes(cache, content, f"r{number}", range(first, first + 32))
+        pool.free_blocks(blocks)
+    plan = swapper.swap_in(swapped)
+    assert cache.list_pending() == []
+    plan.apply(lambda moves: host_storage.copy_to(storage, moves))
+    cache.flush()
+    assert cache.num_dropped == 0
+    check_bytes(cache, cache.tiers[0])

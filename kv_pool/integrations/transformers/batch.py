@@ -93,6 +93,7 @@ class PagedBatch:
                     f"request {request.request_id!r} needs room for {count} more tokens, and "
                     f"{pool.get_num_free_blocks()} blocks are free. Free a request, and admit it again later"
                 )
+        self.sequences.begin_step()
         self._counts = counts
         self._ends = [
             request.num_computed_tokens + count for request, count in zip(self.requests, counts, strict=True)

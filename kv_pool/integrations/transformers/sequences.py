@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,17 @@ import torch
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.core.block_hash import BlockHasher
+from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.positions import list_slots
 from kv_pool.manager.request import Request
+from kv_pool.manager.request_state import dump_request, load_request
+from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.storage.kv_storage import KVStorage
+from kv_pool.tiers.read_back import TierReadBack
+from kv_pool.tiers.tiered_cache import TieredCache
 
 
 def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str = "NHD") -> KVStorage:
@@ -58,15 +64,20 @@ class PagedSequences:
         manager: of the pool that the blocks come from.
         storage: torch tensors with a block for each of the pool's and the manager's block size.
         run_length: what `get_fragmentation_rate` is about.
+        tiers: colder homes of the pool's blocks; `admit` reads back what they have of a request.
     Raises:
-        InvalidArgumentError: a storage that does not fit.
+        InvalidArgumentError: a storage that does not fit, or tiers of another pool or storage.
 
     `request.num_computed_tokens` is kept here: it says how many tokens have K and V in every layer. A block
     becomes findable when its last layer has been written, never before.
     """
 
     def __init__(
-        self, manager: KVCacheManager, storage: KVStorage, run_length: int = DEFAULT_RUN_LENGTH
+        self,
+        manager: KVCacheManager,
+        storage: KVStorage,
+        run_length: int = DEFAULT_RUN_LENGTH,
+        tiers: TieredCache | None = None,
     ) -> None:
         num_blocks = manager.block_pool.num_gpu_blocks
         if storage.block_size != manager.block_size or storage.num_blocks < num_blocks:
@@ -78,12 +89,18 @@ class PagedSequences:
             raise InvalidArgumentError(
                 "a model needs K and V in torch tensors; KVStorage.allocate(..., library='torch')"
             )
+        if tiers is not None and (tiers.block_pool is not manager.block_pool or tiers.storage is not storage):
+            raise InvalidArgumentError("the tiers are below another pool, or another storage")
         self.manager = manager
         self.storage = storage
         self.run_length = run_length
+        self.tiers = tiers
+        self.read_back = None if tiers is None else TierReadBack(manager, tiers)
 
     def admit(self, request: Request, max_prefix_tokens: int | None = None) -> int | None:
         """Give a request blocks for all its tokens: those of its longest cached prefix, and new ones.
+
+        What colder tiers have of it beyond the device's own is read back.
 
         Args:
             request: without blocks: new, or freed before.
@@ -94,6 +111,17 @@ class PagedSequences:
         """
         prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
         num_new_tokens = request.num_tokens - prefix.num_tokens
+        if self.read_back is not None:
+            hit = self.read_back.find_prefix(request, prefix, max_prefix_tokens)
+            if hit.num_tokens:
+                num_new_tokens -= hit.num_tokens
+                plan = self.read_back.plan_read_back(request, hit, prefix, num_new_tokens=num_new_tokens)
+                if plan is None:
+                    return None
+                if not plan.apply():  # a block could not be read, and is not found any more
+                    return self.admit(request, max_prefix_tokens)
+                request.num_computed_tokens = plan.num_computed_tokens
+                return plan.num_computed_tokens
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
             return None
         request.num_computed_tokens = prefix.num_tokens
@@ -102,6 +130,11 @@ class PagedSequences:
     def reserve(self, request: Request, num_new_tokens: int) -> bool:
         """Slots for so many tokens after the computed ones; False where they do not fit, nothing changed."""
         return self.manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=True) is not None
+
+    def begin_step(self) -> None:
+        """All slots of a step are reserved, and none is written yet: what was in them goes to the tiers."""
+        if self.tiers is not None:
+            self.tiers.flush()
 
     def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slots of the request's positions `[start, stop)` right now: (stop - start,), int64."""
@@ -174,6 +207,42 @@ class PagedSequences:
         request.num_computed_tokens = num_tokens
         return has_moved
 
+    def make_site(
+        self,
+        hasher: BlockHasher,
+        requests: MutableMapping[str, Request],
+        lock: AbstractContextManager[object] | None = None,
+    ) -> ManagerSite:
+        """This pool for a `Migrator`: requests and prefixes come from other processes, and go there.
+
+        Args:
+            hasher: of the requests.
+            requests: those that may be asked for, by id. One that moves away leaves it, and one that arrives
+                is put into it, with its tokens, and goes on as it would have where it was.
+            lock: held by whoever admits, runs or frees requests, for all of a forward pass; reentrant. None
+                for a new one: the site's `lock`.
+
+        Do not run a request of the site's `list_frozen()`: it is on its way.
+        """
+
+        def describe(request_id: str) -> bytes:
+            if request_id not in requests:
+                raise UnknownSequenceError(f"request {request_id!r} is not among those that may be asked for")
+            return dump_request(requests[request_id])
+
+        def adopt(request_id: str, state: bytes) -> None:
+            requests[request_id] = load_request(state, hasher)
+
+        return ManagerSite(
+            self.manager,
+            self.storage,
+            hasher=hasher,
+            lock=lock,
+            describe_request=describe,
+            adopt_request=adopt,
+            release_request=lambda request_id, target: requests.pop(request_id, None),
+        )
+
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
     ) -> int:
@@ -226,9 +295,11 @@ class PagedSequences:
         """
         pool = self._get_run_pool()
         watched = list(pool.get_watched_ids())
-        return compaction.take_run(
+        run = compaction.take_run(
             pool, num_blocks, self.storage.apply_moves, lambda relocation: None, pinned=watched
         )
+        self._store_pending()  # what was in the run: its taker writes when he likes
+        return run
 
     def get_fragmentation_rate(self) -> float:
         """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks).
@@ -237,6 +308,11 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
         """
         return self._get_run_pool().get_fragmentation_rate(self.run_length)
+
+    def _store_pending(self) -> None:
+        """Blocks that were taken are about to be overwritten, and not by a step."""
+        if self.tiers is not None:
+            self.tiers.store_pending()
 
     def _get_run_pool(self) -> RunBlockPool:
         pool = self.manager.block_pool
@@ -261,6 +337,7 @@ class PagedSequences:
         targets = manager.get_block_ids(copy.request_id)
         first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
+        target._store_pending()
         try:
             self.storage.copy_to(target.storage, moves)
         except BaseException:

@@ -25,11 +25,6 @@ class PrefixLookup(Protocol[Found_co]):
     ) -> Sequence[Found_co]:
         """See `BlockPool`."""
 
-    def get_cached_block(
-        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int], /
-    ) -> Sequence[Found_co] | None:
-        """See `BlockPool`."""
-
 
 class HostPrefixes(Generic[Found]):
     """Looks up prefixes beyond those of the device, in the host pool or another place. Only looks.
@@ -79,12 +74,12 @@ class HostPrefixes(Generic[Found]):
         for group in self._groups:
             row: dict[int, Found] = {}
             if group.is_cacheable:
-                hashes = self._list_hashes(request, group)
-                for position in self._list_needed(group, start, end):
-                    blocks = self._pool.get_cached_block(hashes[position], [group.group_id])
-                    if blocks is None:
-                        return None
-                    row[position] = blocks[0]
+                needed = self._list_needed(group, start, end)
+                wanted = self._list_hashes(request, group)[needed.start : needed.stop]
+                blocks = self._pool.find_cached_prefix(wanted, len(needed), group.group_id)
+                if len(blocks) < len(needed):
+                    return None
+                row = dict(zip(needed, blocks, strict=True))
             found.append(row)
         return found
 
@@ -96,9 +91,11 @@ class HostPrefixes(Generic[Found]):
         for group, group_hashes in zip(self._groups, hashes, strict=True):
             if not group.is_cacheable or group.is_downward_closed:
                 continue
-            for position in self._list_needed(group, start, end):
-                if self._pool.get_cached_block(group_hashes[position], [group.group_id]) is None:
-                    return position * group.block_size
+            needed = self._list_needed(group, start, end)
+            wanted = group_hashes[needed.start : needed.stop]
+            num_found = len(self._pool.find_cached_prefix(wanted, len(needed), group.group_id))
+            if num_found < len(needed):
+                return needed[num_found] * group.block_size
         return None
 
     def _list_needed(self, group: BlockGroup, start: int, end: int) -> range:

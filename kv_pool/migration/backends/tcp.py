@@ -27,8 +27,9 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray
 from kv_pool.storage.spans import find_runs, make_block_ids
 
-# Between two pieces the source looks whether the blocks are still lent: a few milliseconds of bytes.
-PIECE_BYTES = 8 * 1024 * 1024
+# Between two pieces the source looks whether the blocks are still lent, every ten milliseconds or so. With
+# smaller ones that costs: while one end looks and the other gets ready, no bytes are copied.
+PIECE_BYTES = 32 * 1024 * 1024
 
 _CONNECT_S = 10.0
 _SEND_S = 30.0  # a reader that takes no bytes for so long has stopped; its lease ends on its own
@@ -59,7 +60,7 @@ class TcpBackend(TransferBackend):
     """The reference, and what is there where nothing faster is.
 
     A reader asks for runs of blocks over a connection to the node's own port. The source sends them in
-    pieces of 8 MiB, straight from where they lie, and before and after each piece makes sure that they are
+    pieces of 32 MiB, straight from where they lie, and before and after each piece makes sure that they are
     lent (M6); the reader puts them straight where they belong. Bytes are neither encrypted nor signed; a
     migration compares checksums, which it gets over a signed connection.
 

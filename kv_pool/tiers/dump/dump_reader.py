@@ -63,11 +63,10 @@ def open_dump(path: str | os.PathLike[str]) -> Iterator[DumpReader]:
     """The file, read up to its header. PoolDumpError where that is not possible."""
     name = os.fspath(path)
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below; an error in the body is not about opening)
-    except OSError as error:
+        with open(path, "rb") as file:
+            yield DumpReader(RecordReader(file, name))
+    except OSError as error:  # nothing but reading raises it: what a storage does is a CopyFailedError
         raise PoolDumpError(f"no dumped pool can be read from {name}: {error.strerror}") from error
-    with file:
-        yield DumpReader(RecordReader(file, name))
 
 
 class DumpReader:

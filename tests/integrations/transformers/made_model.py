@@ -8,6 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kv_pool import BlockHasher, KVCacheManager, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tiered_cache import TieredCache
 
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 
@@ -54,10 +58,26 @@ def find_dense_kv(token_ids):
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in layers]
 
 
-def make_sequences(num_blocks=40, layout="NHD", model=None, block_size=BLOCK_SIZE):
+def make_sequences(num_blocks=40, layout="NHD", model=None, block_size=BLOCK_SIZE, add_tiers=None):
+    """`add_tiers` makes the tiers, given pool and storage."""
     pool = RunBlockPool(num_blocks, True, BLOCK_SIZE)
     storage = allocate_storage(model or make_model(), num_blocks, block_size, layout)
-    return PagedSequences(KVCacheManager(pool, block_size), storage, run_length=4)
+    tiers = None if add_tiers is None else add_tiers(pool, storage)
+    return PagedSequences(KVCacheManager(pool, block_size), storage, run_length=4, tiers=tiers)
+
+
+def make_tiers(num_host_blocks, num_disk_blocks, folder, write):
+    """For `make_sequences`; 0 blocks for a tier that is not there."""
+
+    def add(pool, storage):
+        tiers = []
+        if num_host_blocks:
+            tiers.append(HostTier(num_host_blocks, storage))
+        if num_disk_blocks:
+            tiers.append(DiskTier(folder, num_disk_blocks, BlockLayout.describe(storage, BLOCK_SIZE, HASHER)))
+        return TieredCache(pool, storage, tiers, write)
+
+    return add
 
 
 def make_request(request_id, prompt):

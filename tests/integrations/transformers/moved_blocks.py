@@ -6,6 +6,7 @@ from kv_pool import BlockMove
 def move_blocks(rng, sequences):
     """Move random blocks that hold something to random ones that hold nothing. Returns how many."""
     pool = sequences.manager.block_pool
+    store_pending(sequences)
     holding = [block.block_id for block in pool.blocks[1:] if block.ref_cnt or block.block_hash]
     empty = [block.block_id for block in pool.blocks[1:] if not block.ref_cnt and not block.block_hash]
     num_moves = min(len(holding), len(empty), rng.randint(1, 6))
@@ -21,6 +22,23 @@ def move_blocks(rng, sequences):
 
 def spoil_empty(sequences):
     """Nobody may read what holds nothing: in no type are these bytes a number."""
+    store_pending(sequences)
     for block in sequences.manager.block_pool.blocks[1:]:
         if not block.ref_cnt and not block.block_hash:
             sequences.storage.write_block(block.block_id, b"\xff" * sequences.storage.block_bytes)
+
+
+def store_pending(sequences):
+    """What blocks held that were taken, and not written yet, goes to the tiers, if there are any."""
+    if sequences.tiers is not None:
+        sequences.tiers.store_pending()
+
+
+def crowd_out(sequences):
+    """Take all free blocks of the device, so that what they held is in the tiers alone; give them back."""
+    pool = sequences.manager.block_pool
+    sequences.begin_step()  # of somebody else, so that what the last one wrote is known to be written
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    sequences.begin_step()
+    pool.free_blocks(taken)
+    spoil_empty(sequences)

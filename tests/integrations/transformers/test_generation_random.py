@@ -7,6 +7,7 @@ import pytest
 
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.invariants import check
+from kv_pool.tiers.invariants import check as check_tiers
 
 pytestmark = pytest.mark.transformers
 
@@ -17,16 +18,24 @@ DEVICES = [("cpu", "cpu"), pytest.param(("cpu", "cuda:0"), marks=pytest.mark.gpu
 class RandomEngine:
     """Two devices, each with a model, a pool and a storage; which request runs or moves is drawn."""
 
-    def __init__(self, seed, devices, attention):
-        from integrations.transformers.made_model import make_model, make_sequences
+    def __init__(self, seed, devices, attention, write, folder):
+        from integrations.transformers.made_model import make_model, make_sequences, make_tiers
 
         self.rng = random.Random(seed)
         self.gathers = attention != "kv_pool"
         self.models = [make_model(attention, device) for device in devices]
         layouts = self.rng.choice([("NHD", "BLNHC"), ("BLNHC", "NHD"), ("FLASH", "SGLANG"), ("NHD", "NHD")])
+        # With tiers the devices are small, and so is the host, so that blocks go all the way.
+        self.has_tiers = write is not None
+        sizes = (28, 22) if self.has_tiers else (40, 30)
         self.devices = [
-            make_sequences(num_blocks, layout, model)
-            for num_blocks, layout, model in zip((40, 30), layouts, self.models, strict=True)
+            make_sequences(
+                num_blocks,
+                layout,
+                model,
+                add_tiers=None if write is None else make_tiers(8, 40, folder / str(num_blocks), write),
+            )
+            for num_blocks, layout, model in zip(sizes, layouts, self.models, strict=True)
         ]
         self.defragmenters = [
             Defragmenter(sequences, threshold=0.2, interval_s=0, max_moves=3) for sequences in self.devices
@@ -138,6 +147,12 @@ class RandomEngine:
         """As an engine does between two steps, a few blocks at a time."""
         self.tally["gathered"] += self.rng.choice(self.defragmenters).step()
 
+    def crowd_out(self):
+        """All that is cached and free is in the tiers alone."""
+        from integrations.transformers.moved_blocks import crowd_out
+
+        crowd_out(self.rng.choice(self.devices))
+
     def take_run(self):
         """A run for somebody else, who writes into it and gives it back."""
         sequences = self.rng.choice(self.devices)
@@ -157,15 +172,33 @@ class RandomEngine:
 @pytest.mark.parametrize("attention", ["sdpa", "kv_pool"])
 @pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
 def test_every_token_equals_the_dense_run(seed, attention, devices):
+    generate_at_random(RandomEngine(seed, devices, attention, None, None), NUM_ACTIONS)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+@pytest.mark.parametrize("write", ["back", "through"])
+@pytest.mark.parametrize("seed", range(4), ids=lambda seed: f"seed{seed}")
+def test_every_token_equals_the_dense_run_with_tiers_below_the_pool(seed, write, devices, tmp_path):
+    engine = RandomEngine(seed, devices, "sdpa", write, tmp_path)
+    generate_at_random(engine, 2 * NUM_ACTIONS)  # more of them undo what others have done
+    read = Counter()
+    for sequences in engine.devices:
+        check_tiers(sequences.read_back)
+        read.update(sequences.read_back.get_statistics().num_tokens_by_medium)
+    assert min(read[medium] for medium in ("GPU", "CPU", "STORAGE")) > 0
+
+
+def generate_at_random(engine, num_actions):
     from integrations.transformers.made_model import check_kv, generate_dense
 
-    engine = RandomEngine(seed, devices, attention)
     actions = [engine.submit, engine.admit, engine.admit, engine.step, engine.step, engine.step]
     actions += [engine.preempt, engine.fork, engine.migrate, engine.evict, engine.scatter]
     actions += [engine.pack, engine.gather, engine.take_run]
+    if engine.has_tiers:
+        actions += [engine.crowd_out, engine.preempt]
     for _ in range(8):
         engine.submit()
-    for _ in range(NUM_ACTIONS):
+    for _ in range(num_actions):
         engine.rng.choice(actions)()
         for sequences in engine.devices:
             check(sequences.manager.block_pool)

@@ -1,0 +1,23 @@
+"""`Link`: copies between two memories, one after the other, in virtual time."""
+
+
+class Link:
+    """A way between two memories, with one rate for both directions together.
+
+    Args:
+        bytes_per_s: that rate.
+
+    Attributes:
+        free_ms: when all copies that were asked for so far are done.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.free_ms = 0.0
+        self._bytes_per_ms = bytes_per_s / 1000
+
+    def copy(self, num_bytes: int, now_ms: float) -> float:
+        """When so many bytes, and all that were to be copied before, are copied; now, if there are none."""
+        if not num_bytes:
+            return now_ms
+        self.free_ms = max(now_ms, self.free_ms) + num_bytes / self._bytes_per_ms
+        return self.free_ms

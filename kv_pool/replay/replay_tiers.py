@@ -1,0 +1,119 @@
+"""`ReplayTiers`: prefixes that the pool gave up are read back from colder tiers."""
+
+from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.replay.link import Link
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.report import TierReport
+from kv_pool.tiers.read_back import TierHit, TierReadBack
+from kv_pool.tiers.read_back_plan import ReadBackPlan
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class ReplayTiers:
+    """Tiers below the manager's pool, without bytes, and the copies to and from them, in virtual time.
+
+        find -> begin --> is_reading --> finish    the request holds its blocks
+                                    \\--> give_up   it has none
+
+    Args:
+        host_blocks, disk_blocks: capacities; 0 for no such tier, but one there is.
+        write: "back" or "through", as in `TieredCache`.
+        block_bytes: what a copy of one block moves.
+        link: between device and host.
+        disk: between host and disk.
+
+    Attributes:
+        read_back: what an engine would use.
+        reports: of the tiers, from warm to cold.
+
+    A step waits until the blocks that it writes into are copied out, as an engine does that calls
+    `TieredCache.flush`.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        host_blocks: int,
+        disk_blocks: int,
+        write: str,
+        block_bytes: int,
+        link: Link,
+        disk: Link,
+    ) -> None:
+        sizes = ((MEDIUM_CPU, host_blocks), (MEDIUM_STORAGE, disk_blocks))
+        tiers = [Tier(num_blocks, medium) for medium, num_blocks in sizes if num_blocks]
+        pool = manager.block_pool
+        self._cache = TieredCache(pool, None, tiers, write, enable_events=pool.enable_kv_cache_events)
+        self.read_back = TierReadBack(manager, self._cache)
+        self.reports = [TierReport(tier.medium, tier.capacity) for tier in tiers]
+        self._block_size = manager.block_size
+        self._plans: dict[str, ReadBackPlan] = {}
+        self._block_bytes = block_bytes
+        self._link = link
+        self._disk = disk
+        self._num_linked = 0
+        self._num_on_disk = 0
+
+    def find(self, request: ReplayRequest, prefix: CachedPrefix) -> TierHit:
+        """What the tiers have of the request after its prefix on the device."""
+        return self.read_back.find_prefix(request, prefix, request.max_hit_tokens)
+
+    def begin(self, request: ReplayRequest, hit: TierHit, prefix: CachedPrefix, num_new_tokens: int) -> bool:
+        """Let a request have blocks for a hit, and for so many tokens more, and read into them; False, with
+        nothing changed, if there is no room for the whole request."""
+        plan = self.read_back.plan_read_back(
+            request, hit, prefix, num_new_tokens=num_new_tokens, full_sequence_must_fit=True
+        )
+        if plan is None:
+            return False
+        self._plans[request.request_id] = plan
+        is_loaded = plan.load()
+        assert is_loaded, "a tier without bytes has no errors"
+        return True
+
+    def is_reading(self, request: ReplayRequest) -> bool:
+        """Is the request waiting for what is read for it?"""
+        return request.request_id in self._plans
+
+    def finish(self, request: ReplayRequest) -> None:
+        """It is there: the request holds its blocks."""
+        plan = self._plans.pop(request.request_id)
+        plan.commit()
+        request.num_computed_tokens = plan.num_computed_tokens
+
+    def give_up(self, request: ReplayRequest) -> None:
+        """The request loses the blocks that are being read."""
+        self._plans.pop(request.request_id).abort()
+
+    def copy(self, now_ms: float) -> float:
+        """When all is copied that was stored and read since the last call; now, if nothing was."""
+        statistics = self._cache.get_statistics()
+        num_linked = statistics[0].num_stored + sum(tier.num_read for tier in statistics)
+        num_on_disk = sum(
+            tier.num_stored + tier.num_read for tier in statistics if tier.medium == MEDIUM_STORAGE
+        )
+        linked_ms = self._link.copy((num_linked - self._num_linked) * self._block_bytes, now_ms)
+        on_disk_ms = self._disk.copy((num_on_disk - self._num_on_disk) * self._block_bytes, now_ms)
+        self._num_linked, self._num_on_disk = num_linked, num_on_disk
+        return max(linked_ms, on_disk_ms)
+
+    def count_hit(self, hit: TierHit, num_missing: int) -> None:
+        """Count a hit; tokens that its last block is short of are taken off the coldest tier's."""
+        for report in reversed(self.reports):
+            num_tokens = hit.num_tokens_by_medium[report.medium]
+            if num_tokens:
+                report.blocks_hit += num_tokens // self._block_size
+                report.tokens_hit += num_tokens - num_missing
+                num_missing = 0
+
+    def fill_reports(self) -> None:
+        """Write into the reports what the tiers hold and did so far."""
+        for report, tier in zip(self.reports, self._cache.get_statistics(), strict=True):
+            report.blocks_held = tier.num_blocks
+            report.blocks_written = tier.num_stored
+            report.blocks_read = tier.num_read
+            report.bytes_moved = (tier.num_stored + tier.num_read) * self._block_bytes
+            report.evictions = tier.num_removed

@@ -1,0 +1,242 @@
+"""Requests and prefixes go to another process and back; every token equals the dense run's."""
+
+import random
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from kv_pool.migration.secret import write_secret_file
+
+pytestmark = pytest.mark.transformers
+
+NUM_TOKENS = 12
+PREFIX = list(range(10, 27))
+
+
+@pytest.fixture(scope="module")
+def secret_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("nodes") / "secret"
+    write_secret_file(path)
+    return str(path)
+
+
+@contextmanager
+def start_nodes(secret_file, here, there):
+    """A node here and one in a process of its own, which know each other."""
+    from integrations.transformers.node import Node, NodeProcess
+
+    nodes = [Node("here", secret_file, **here), NodeProcess("there", secret_file, **there)]
+    for node, name, other in zip(nodes, ("there", "here"), nodes[::-1], strict=True):
+        node.meet(name, other.get_address())
+    yield nodes
+    for node in nodes[::-1]:
+        node.stop()
+
+
+@pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.nixl)])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pair(secret_file, backend):
+    """For all tests after which both live on: starting a process takes seconds."""
+    here = {"backend": backend, "num_blocks": 40}
+    there = {"backend": backend, "num_blocks": 30, "tiers": [16, 0, None, "back"]}
+    with start_nodes(secret_file, here, there) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(pair):
+    for node in pair:
+        node.forget_all()
+    return pair
+
+
+def expect(prompt, num_tokens=NUM_TOKENS):
+    from integrations.transformers.made_model import generate_dense
+
+    return generate_dense(tuple(prompt), num_tokens)
+
+
+@pytest.mark.parametrize("is_from_here", [True, False], ids=["here to there", "there to here"])
+def test_a_prefix_computed_in_another_process_is_not_computed_again(nodes, is_from_here):
+    source, target = nodes if is_from_here else nodes[::-1]
+    known = 0
+    for number, length in enumerate((0, 3, 4, 9)):
+        prompt = [*PREFIX[:17], *range(50 + 10 * number, 50 + 10 * number + length)]
+        source.admit("prompt", prompt)
+        assert source.generate("prompt", 1) == expect(prompt, 1)
+        source.free("prompt")
+        num_full = len(prompt) // 4
+        assert target.fetch_prefix("here" if is_from_here else "there", prompt) == [num_full, known]
+        # Of a prompt of full blocks the last is computed again: its last token's logits are needed.
+        assert target.admit(f"r{number}", prompt) == (len(prompt) - 1) // 4 * 4
+        known = 4
+    for number, length in enumerate((0, 3, 4, 9)):
+        prompt = [*PREFIX[:17], *range(50 + 10 * number, 50 + 10 * number + length)]
+        assert target.generate(f"r{number}", NUM_TOKENS) == expect(prompt)
+    target.check()
+    assert source.check() == 0
+
+
+@pytest.mark.parametrize("num_generated", range(1, 6))
+def test_a_request_goes_on_in_another_process_with_its_last_block(nodes, num_generated):
+    """Whether that block is partly filled, or full, or the next one has begun."""
+    here, there = nodes
+    here.admit("r", PREFIX)
+    here.generate("r", num_generated)
+    num_blocks = -(-(len(PREFIX) + num_generated - 1) // 4)
+    assert there.fetch_request("here", "r") == [num_blocks, 0]
+    assert here.list_requests() == []
+    assert here.check() == 0
+    assert there.list_requests() == ["r"]
+    assert there.generate("r", NUM_TOKENS) == expect(PREFIX)
+    there.check()
+
+
+def test_what_a_request_has_in_common_with_others_there_is_not_sent(nodes):
+    here, there = nodes
+    prompts = {f"r{number}": [*PREFIX, number, number + 40] for number in range(3)}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        here.admit(name, prompt)
+        here.generate(name, 3)
+        assert there.fetch_request("here", name) == [6, 4 if number else 0]
+    assert here.check() == 0
+    for name, prompt in prompts.items():
+        assert there.generate(name, NUM_TOKENS) == expect(prompt)
+    there.check()
+
+
+def test_a_request_comes_back(nodes):
+    here, there = nodes
+    here.admit("r", PREFIX)
+    for num_tokens in range(1, NUM_TOKENS, 2):
+        here.generate("r", num_tokens)
+        there.fetch_request("here", "r")
+        there.generate("r", num_tokens + 1)
+        here.fetch_request("there", "r")
+    assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
+    here.check()
+    assert there.check() == 0
+
+
+LEASE_S = 3.0
+SLOWLY = {"lease_s": LEASE_S, "max_bytes_per_s": 2_000.0}
+"""A block in a second."""
+
+
+@contextmanager
+def begin_slowly(secret_file, subject, backend):
+    """A migration of which a block has arrived there, and others have not."""
+    settings = {"backend": backend, "lease_s": LEASE_S}, {"backend": backend, **SLOWLY}
+    with start_nodes(secret_file, *settings) as (here, there):
+        yield here, there, begin(here, there, subject)
+
+
+def begin(here, there, subject):
+    here.admit("r", PREFIX)
+    here.generate("r", 3)
+    source = here.get_name()
+    if subject == "a prefix":
+        migration_id = there.begin_prefix(source, PREFIX)
+    else:
+        migration_id = there.begin_request(source, "r")
+    assert there.wait_for_first_block(migration_id)
+    return migration_id
+
+
+@pytest.mark.parametrize("subject", ["a prefix", "a request"])
+def test_the_source_goes_on_when_the_target_is_killed_meanwhile(secret_file, subject, backend):
+    with begin_slowly(secret_file, subject, backend) as (here, there, migration_id):
+        there.kill()
+        assert here.wait_for(migration_id) == "StaleTransferError"  # its lease has ended
+        assert here.list_requests() == ["r"]
+        assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
+        here.check()
+        here.free("r")
+        assert here.check() == 0
+
+
+def test_a_target_that_was_asleep_does_not_go_on_with_what_its_source_has_kept(secret_file, backend):
+    with begin_slowly(secret_file, "a request", backend) as (here, there, migration_id):
+        there.pause()
+        assert here.wait_for(migration_id) == "StaleTransferError"
+        assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
+        there.wake()
+        # What it finds first: that it is too late for what it was reading, or that nothing is lent any more.
+        assert there.wait_for(migration_id) in ("TransferFailedError", "StaleTransferError")
+        assert there.list_requests() == []
+        assert there.check() == 0
+        here.check()
+        assert there.admit("its own", PREFIX) == 0
+        assert there.generate("its own", NUM_TOKENS) == expect(PREFIX)
+
+
+@pytest.mark.parametrize("subject", ["a prefix", "a request"])
+def test_the_target_computes_the_prompt_when_the_source_is_killed_meanwhile(secret_file, subject, backend):
+    with start_nodes(secret_file, {"backend": backend, **SLOWLY}, {"backend": backend}) as (here, there):
+        migration_id = begin(there, here, subject)
+        there.kill()
+        assert here.wait_for(migration_id) in ("PeerUnavailableError", "TransferFailedError")
+        assert here.list_requests() == []
+        assert here.check() == 0
+        assert here.admit("r", PREFIX) == 0
+        assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
+        here.check()
+
+
+@pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")
+def test_random_schedules_on_two_processes(nodes, seed):
+    rng = random.Random(seed)
+    names = ["here", "there"]
+    prompts = {}
+    place = {}
+    tally = Counter()
+    for _ in range(60):
+        side = rng.randrange(2)
+        here = [name for name in place if place[name] == side]
+        match rng.choice(["submit", "submit", "step", "step", "move", "move", "copy", "free"]):
+            case "submit":
+                name = f"r{len(prompts)}"
+                end = [rng.randrange(97) for _ in range(rng.randint(1, 6))]
+                prompt = PREFIX[: rng.choice([4, 9, 16])] + end
+                if prompts and rng.random() < 0.5:  # what it left may be cached, or in the tier that is there
+                    prompt = rng.choice(list(prompts.values()))
+                num_cached_tokens = nodes[side].admit(name, prompt)
+                if num_cached_tokens is not None:
+                    prompts[name], place[name] = prompt, side
+                    tally["cached tokens"] += num_cached_tokens
+            case "step" if here:
+                name = rng.choice(here)
+                generated = nodes[side].generate(name, rng.randint(1, NUM_TOKENS))
+                assert generated == expect(prompts[name])[: len(generated)]
+                tally["tokens"] += len(generated)
+            case "move" if here:
+                name = rng.choice(here)
+                found = nodes[1 - side].fetch_request(names[side], name)
+                if found == "OutOfBlocksError":
+                    tally["refused"] += 1
+                else:
+                    place[name] = 1 - side
+                    tally["moved"] += 1
+                    tally["blocks there before"] += found[1]
+            case "copy":
+                prompt = prompts[rng.choice(list(prompts))] if prompts else PREFIX
+                found = nodes[1 - side].fetch_prefix(names[side], prompt)
+                tally["copied"] += found != "OutOfBlocksError"
+            case "free" if here:
+                name = rng.choice(here)
+                nodes[side].free(name)
+                del place[name]
+        for where, node in enumerate(nodes):
+            assert sorted(node.list_requests()) == sorted(name for name in place if place[name] == where)
+            node.check()
+    for name, side in place.items():
+        generated = nodes[side].generate(name, NUM_TOKENS)
+        assert generated == expect(prompts[name])[: len(generated)]
+        nodes[side].free(name)
+    assert [node.check() for node in nodes] == [0, 0]
+    assert set(tally) >= {"cached tokens", "tokens", "moved", "copied", "blocks there before"}

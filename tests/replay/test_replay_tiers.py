@@ -1,0 +1,265 @@
+"""Replays with colder tiers: hits and copies against a slow model, and how long these take.
+
+Times are worked out by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate one, 1 ms
+to copy a block between device and host, 4 ms between host and disk.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+from replay.made_trace import make_random_records, record, write_trace
+from replay.slow_tiers import SlowTiers
+from replay.test_groups import MODELS
+from replay.test_trace_clock import BLOCK_SIZE, ImpatientTally, make_rates
+
+from kv_pool import BlockPool, KVCacheManager
+from kv_pool.replay.groups import parse_groups
+from kv_pool.replay.host_swap import HostSwap, swap_always
+from kv_pool.replay.link import Link
+from kv_pool.replay.prompt_steps import PromptSteps
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.replay_tiers import ReplayTiers
+from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings, run_replay
+from kv_pool.replay.trace import TraceRequest
+from kv_pool.replay.trace_clock import TraceClock
+from kv_pool.tiers.invariants import check as check_tiers
+
+TIERS = {
+    "host": (10, 0),
+    "host and disk": (8, 20),
+    "disk": (0, 15),
+    "all fits": (1000, 0),
+    "one block": (1, 1),
+}
+"""Capacities in host memory and on disk."""
+
+
+def run_both(tmp_path, seed, groups, chunk_tokens, tiers, write):
+    rng = random.Random(seed)
+    # The first one tells a reader that ids stand for 8 tokens each.
+    records = [record(1, [10**6]), *make_random_records(rng, 150, 8, partial_ids=True)]
+    kinds = groups.split(",")
+    most = max(-(-traced["input_length"] // 8) for traced in records)
+    capacity = len(kinds) * most + rng.randrange(10)
+    model = SlowTiers(kinds, capacity, 8, chunk_tokens, [size for size in TIERS[tiers] if size], write)
+    for traced in records:
+        model.run(traced)
+    settings = ReplaySettings(
+        str(write_trace(tmp_path / "trace.jsonl", records)),
+        capacity,
+        trace_block_size=8,
+        groups=groups,
+        chunk_tokens=chunk_tokens,
+        host_tier=TIERS[tiers][0],
+        disk_tier=TIERS[tiers][1],
+        tier_write=write,
+        block_bytes=1000,
+    )
+    return model, run_replay(settings)
+
+
+def assert_same(model, report):
+    assert {name: getattr(report, name) for name in model.counts} == model.counts
+    for tier, capacity, counts in zip(report.tiers, model.capacities, model.tier_counts, strict=True):
+        assert tier.capacity == capacity
+        assert {name: getattr(tier, name) for name in counts} == counts
+        assert tier.bytes_moved == 1000 * (tier.blocks_written + tier.blocks_read)
+        assert tier.blocks_held == tier.blocks_written - tier.evictions
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("write", TIER_WRITES)
+@pytest.mark.parametrize("tiers", TIERS)
+def test_tiers_give_the_hits_and_copies_of_a_slow_model(tmp_path, tiers, write, seed):
+    assert_same(*run_both(tmp_path, seed, "full", None, tiers, write))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("write", TIER_WRITES)
+@pytest.mark.parametrize("chunk_tokens", [None, 8, 20])
+@pytest.mark.parametrize("groups", [groups for groups in MODELS if groups != "full"])
+def test_so_they_do_for_several_groups(tmp_path, groups, chunk_tokens, write, seed):
+    tiers = random.Random(seed).choice(["host", "host and disk"])
+    assert_same(*run_both(tmp_path, seed, groups, chunk_tokens, tiers, write))
+
+
+@pytest.mark.parametrize("groups", ["full", "full,window:9"])
+def test_random_hits_come_from_every_tier(tmp_path, groups):
+    """Else the tests above show nothing about the second one."""
+    reports = [
+        run_both(tmp_path, seed, groups, 8, "host and disk", write)[1]
+        for seed in range(4)
+        for write in TIER_WRITES
+    ]
+    for level in range(2):
+        assert sum(report.tiers[level].blocks_hit for report in reports) > 0
+        assert sum(report.tiers[level].evictions for report in reports) > 0
+
+
+# ---- the trace clock ---------------------------------------------------------------------------
+
+BLOCK_BYTES = 1000
+
+
+class CountingTiers(ReplayTiers):
+    """Knows how often a request lost blocks that were being read for it."""
+
+    num_given_up = 0
+
+    def give_up(self, request):
+        super().give_up(request)
+        self.num_given_up += 1
+
+
+def run(
+    requests,
+    num_blocks,
+    capacities,
+    *,
+    groups="full",
+    chunk_tokens=None,
+    write="back",
+    swap_blocks=0,
+    **rates,
+):
+    """Replay (arrival_ms, input_length, output_length, hash_ids) each; at the end the pool is free."""
+    specs = parse_groups(groups, BLOCK_SIZE)
+    pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
+    manager = KVCacheManager(
+        pool, groups=specs, max_in_flight_tokens=chunk_tokens and max(chunk_tokens, BLOCK_SIZE)
+    )
+    link = Link(1000 * BLOCK_BYTES)
+    tiers = CountingTiers(manager, *capacities, write, BLOCK_BYTES, link, Link(250 * BLOCK_BYTES))
+    report = ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "trace")
+    swap = HostSwap(manager, swap_blocks, BLOCK_BYTES, link, swap_always, report) if swap_blocks else None
+    arriving = (
+        ReplayRequest(
+            TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),
+            BLOCK_SIZE,
+            "full_blocks_cap",
+            BLOCK_SIZE,
+        )
+        for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
+    )
+    tally = ImpatientTally(manager, report, None, tiers)
+    TraceClock(tally, make_rates(**rates), PromptSteps.for_groups(specs, chunk_tokens), swap).run(
+        arriving, lambda tally: None
+    )
+    assert pool.get_num_free_blocks() == num_blocks
+    check_tiers(tiers.read_back)
+    return report, tiers
+
+
+# The first is computed until 24. At 100 the second takes blocks 3 and 2 of the first, tail first, which go to
+# the host; it is computed from 102 to 126.
+TWO = [(0, 24, 0, [1, 2, 3]), (100, 24, 0, [4, 5, 6])]
+
+
+def test_a_step_waits_until_what_it_overwrites_is_copied_out():
+    report, _ = run(TWO, 4, (10, 0))
+    assert report.simulated_ms == 126
+    assert report.tiers[0].blocks_written == 2
+
+
+def test_a_request_is_computed_when_its_blocks_are_read():
+    # At 200 id 1 is on the device and id 2 on the host; ids 6 and 5 make room for it and for what is
+    # computed. Two copies out, one back, 8 tokens.
+    report, _ = run([*TWO, (200, 24, 0, [1, 2, 3])], 4, (10, 0))
+    assert report.simulated_ms == 200 + 3 + 8
+    assert (report.tokens_hit, report.tiers[0].tokens_hit) == (16, 8)
+    assert (report.tiers[0].blocks_written, report.tiers[0].blocks_read) == (4, 1)
+    assert report.tiers[0].bytes_moved == 5 * BLOCK_BYTES
+
+
+def test_what_is_on_disk_takes_the_way_over_both():
+    # As above, without a tier in host memory: two writes and a read of 4 ms each.
+    report, _ = run([*TWO, (200, 24, 0, [1, 2, 3])], 4, (0, 10))
+    assert report.simulated_ms == 200 + 12 + 8
+    assert report.tiers[0].medium == "STORAGE"
+
+
+def test_who_waits_for_its_blocks_does_not_hold_up_others():
+    # The second takes ids 3 and 2 from the first; the host has room for one, so 3 goes to disk, by 104.
+    # From 200 on the third reads 3, until 204, and nothing goes to the host, whose one block is held. The
+    # fourth is computed from 201 to 209, and the third after it.
+    requests = [
+        (0, 24, 0, [1, 2, 3]),
+        (100, 32, 0, [4, 5, 6, 7]),
+        (200, 32, 0, [1, 2, 3, 8]),
+        (201, 8, 0, [9]),
+    ]
+    report, _ = run(requests, 5, (1, 10))
+    assert [tier.tokens_hit for tier in report.tiers] == [8, 8]
+    assert report.waiting.max_ms == 0
+    assert report.simulated_ms == 217
+
+
+def test_one_after_the_other_it_hits_what_the_instant_clock_does(tmp_path):
+    rng = random.Random(5)
+    records = [
+        {**traced, "timestamp": number * 10_000, "output_length": 0}
+        for number, traced in enumerate([record(1, [10**6]), *make_random_records(rng, 150, 8, True)])
+    ]
+    path = str(write_trace(tmp_path / "trace.jsonl", records))
+    settings = ReplaySettings(
+        path,
+        20,
+        trace_block_size=8,
+        host_tier=8,
+        disk_tier=20,
+        block_bytes=BLOCK_BYTES,
+        groups="full,window:9",
+    )
+    instant, timed = run_replay(settings), run_replay(replace(settings, clock="trace"))
+    assert timed.tiers == instant.tiers
+    assert (timed.tokens_hit, timed.evictions) == (instant.tokens_hit, instant.evictions)
+    assert min(tier.tokens_hit for tier in timed.tiers) > 0
+
+
+def make_requests(rng):
+    return [
+        (traced["timestamp"], traced["input_length"], traced["output_length"], traced["hash_ids"])
+        for traced in make_random_records(rng, 80, BLOCK_SIZE, partial_ids=True)
+    ]
+
+
+def run_random(groups, seed, chunk_tokens, swap_blocks):
+    rng = random.Random(seed)
+    requests = make_requests(rng)
+    report, tiers = run(
+        requests,
+        rng.randrange(4, 16) * len(groups.split(",")),
+        rng.choice([(3, 0), (10, 20), (100, 0), (0, 30)]),
+        groups=groups,
+        chunk_tokens=chunk_tokens,
+        write=rng.choice(TIER_WRITES),
+        swap_blocks=swap_blocks,
+        max_running=rng.choice([2, 5, 100]),
+    )
+    return requests, report, tiers
+
+
+GROUPS = ["full", "window:9", "full,window:20", "full,mamba"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("swap_blocks", [0, 20], ids=["computed anew", "swapped"])
+@pytest.mark.parametrize("chunk_tokens", [None, 8])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_every_request_that_is_not_refused_generates_each_of_its_tokens_once(
+    groups, chunk_tokens, swap_blocks, seed
+):
+    requests, report, _ = run_random(groups, seed, chunk_tokens, swap_blocks)
+    assert report.waiting.requests == report.requests - report.refused_requests > 0
+    if not report.refused_requests:
+        assert report.tokens_out == sum(output_length for _, _, output_length, _ in requests)
+    assert report.tokens_hit >= sum(tier.tokens_hit for tier in report.tiers)
+
+
+def test_random_small_pools_do_take_blocks_from_those_that_are_being_read():
+    """Else the test above shows nothing about it."""
+    runs = [run_random("full", seed, 8, 0) for seed in range(20)]
+    assert sum(tiers.num_given_up for _, _, tiers in runs) > 0
+    assert sum(report.tiers[0].blocks_hit for _, report, _ in runs) > 0
