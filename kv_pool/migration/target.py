@@ -259,9 +259,6 @@ class Pull:
             room = site.take_room(self.subject, offer.blocks, offer.state)
             try:
                 site.leases.block_pool.store_pending()
-                tiers = site.leases.block_pool.colder_tiers
-                if tiers is not None:
-                    tiers.store_pending()  # what was in these blocks, before other bytes arrive there
                 if room.missing:
                     self.lease = site.leases.lend(
                         [room.blocks[position] for position in room.missing],
