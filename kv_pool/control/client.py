@@ -58,14 +58,7 @@ class ControlClient:
     ) -> None:
         self.path = find_path(path, node, not_node)
         self._timeout_s = timeout_s
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.connect(os.fspath(self.path))
-        except OSError as error:
-            self._socket.close()
-            raise ControlError(describe_failure(self.path, error)) from error
-        self._replies = self._socket.makefile("rb")
+        self._connect()
 
     def __enter__(self) -> "ControlClient":
         return self
@@ -122,7 +115,22 @@ class ControlClient:
         """The nodes that the node knows, each of which is asked."""
         return self._ask(PeersCommand(), PeerList)
 
+    def _connect(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(self._timeout_s)
+            self._socket.connect(os.fspath(self.path))
+        except OSError as error:
+            self._socket.close()
+            raise ControlError(describe_failure(self.path, error)) from error
+        self._replies = self._socket.makefile("rb")
+        self._is_waiting = False
+
     def _ask(self, command: Command, result_type: type[_Result]) -> _Result:
+        if self._is_waiting:  # Ctrl-C, or a timeout: the next reply would be that of the last command
+            self.close()
+            self._connect()
+        self._is_waiting = True
         try:
             self._socket.sendall(encode_command(command))
             line = self._replies.readline()
@@ -134,6 +142,7 @@ class ControlClient:
             raise ControlError(f"the pool at {self.path} hung up: {error.strerror}") from error
         if not line.endswith(b"\n"):
             raise ControlError(f"the pool at {self.path} hung up; was it stopped?")
+        self._is_waiting = False
         return decode_reply(line, result_type)
 
 

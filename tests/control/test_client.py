@@ -96,3 +96,13 @@ def test_a_server_that_stopped_in_between_is_an_error_that_says_so(path):
         server.stop()
         with pytest.raises(ControlError, match="hung up"):
             client.get_statistics()
+
+
+def test_a_late_reply_is_not_taken_for_that_of_the_next_command(path):
+    """After Ctrl-C, or a timeout, the reply of the command that was given up may still come."""
+    engine = threading.Lock()
+    server = ControlServer(make(total_blocks=10), path, guard=engine)
+    with server, ControlClient(path, timeout_s=1.0) as client:
+        with engine, pytest.raises(ControlError, match="did not answer"):
+            client.get_statistics()
+        assert client.defragment().moved_blocks == 0
