@@ -36,7 +36,7 @@ WORKLOADS = [
     Workload(
         "conversation", "mooncake_conversation", (1_000, 3_000, 10_000), (10_000, 30_000, 100_000), 100_000
     ),
-    Workload("coding agents", str(AGENTIC), (10_000, 30_000), (30_000, 100_000), 200_000),
+    Workload("coding agents", str(AGENTIC), (10_000,), (30_000, 100_000), 200_000),
 ]
 
 

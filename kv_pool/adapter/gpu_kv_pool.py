@@ -111,6 +111,9 @@ class GPUKVPool(KVPoolProtocol):
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
+
+    While a migration has a sequence, nobody adds to it, frees, shares or pins it: FrozenSequenceError, an
+    `InvalidArgumentError`. It is neither evicted nor moved by a compaction.
     """
 
     def __init__(

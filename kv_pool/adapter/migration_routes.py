@@ -97,6 +97,7 @@ def move_blocks(source: GPUKVPoolSite, target: GPUKVPoolSite, block_ids: Sequenc
         room = target.take_room(subject, selection.offered, selection.state)
         new_ids = [block.block_id for block in room.blocks]
         try:
+            target.pool.block_pool.store_pending()
             moves = [
                 BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
             ]

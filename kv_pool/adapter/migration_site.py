@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.holdings import Holder, check_sequence_id
+from kv_pool.adapter.sequence_owner import SequenceOwner
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash, get_group_id
@@ -31,36 +31,6 @@ from kv_pool.protocol import NO_SEQUENCE, NORMAL, URGENT
 from kv_pool.storage.block_layout import BlockLayout
 
 _Drops = list[tuple[Holder, KVCacheBlock]]
-
-
-class SequenceOwner(Protocol):
-    """An engine that knows more of its sequences than their blocks. Called with the pool's lock held.
-
-    source     describe, list_token_ids -> suspend -> give_up   it lives at the target now
-                                                   -> resume    it goes on here
-    target     expect -> take_over
-    """
-
-    def describe(self, sequence_id: int) -> bytes:
-        """What an engine of this kind needs to go on with the sequence elsewhere. Only looks."""
-
-    def list_token_ids(self, sequence_id: int) -> Sequence[int]:
-        """Tokens of the sequence from its start, as far as they are known; () for none."""
-
-    def suspend(self, sequence_id: int) -> object:
-        """Do nothing with the sequence until it is resumed, or is gone."""
-
-    def resume(self, sequence_id: int) -> object:
-        """The sequence stays."""
-
-    def give_up(self, sequence_id: int, target: str) -> object:
-        """The node `target` has the sequence; its blocks have just been given back here."""
-
-    def expect(self, sequence_id: int, num_blocks: int, state: bytes) -> object:
-        """A sequence is to come. Raises InvalidArgumentError where it can not go on here."""
-
-    def take_over(self, sequence_id: int, state: bytes) -> object:
-        """The sequence is here, and holds its blocks. Does not fail: `expect` has looked."""
 
 
 class _State(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ def main() -> None:
     from kv_pool.cli.serve import serve
     from kv_pool.cli.stats import stats
     from kv_pool.cli.sweep import sweep
+    from kv_pool.cli.tiers import tiers
 
     app = typer.Typer(
         name="kv-pool",
@@ -39,6 +40,7 @@ def main() -> None:
     app.command()(defrag)
     app.command()(layout)
     app.command()(sequences)
+    app.command()(tiers)
     app.command()(migrate)
     app.command(name="migration-status")(migration_status)
     app.command()(peers)

@@ -9,10 +9,11 @@ def describe_outcome(status: MigrationStatus) -> str:
     to = "to" if status.direction == "out" else "from"
     if status.phase is not MigrationPhase.DONE:
         return f"{status.subject} {to} node {status.peer}: {status.phase.value}"
+    pieces = "1 piece" if status.num_descriptors == 1 else f"{status.num_descriptors} pieces"
     present = f"; {status.num_present_blocks} of them were there already" if status.num_present_blocks else ""
     return (
         f"{status.subject} {verb} {to} node {status.peer}: {status.num_blocks} blocks, "
-        f"{describe_bytes(status.num_bytes)} in {status.num_descriptors} pieces, "
+        f"{describe_bytes(status.num_bytes)} in {pieces}, "
         f"{status.elapsed_s * 1000:.0f} ms{present}"
     )
 

@@ -50,14 +50,15 @@ def migration_status(
 def draw(found: MigrationList, limit: int) -> Table:
     """The last `limit` of them, oldest first."""
     table = Table(
-        title=f"node {found.name}: {len(found.migrations)} migrations",
+        title=f"node {found.name}: {len(found.migrations)} migration{'s' * (len(found.migrations) != 1)}",
         title_justify="left",
         box=box.SIMPLE,
+        show_edge=False,
         padding=(0, 1, 0, 0),
     )
     for title in ("what", "how", "phase", "blocks", "bytes", "rate", "time"):
         is_number = title in ("blocks", "bytes", "rate", "time")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=not is_number)
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
     for status in found.migrations[-limit:]:
         table.add_row(*describe_row(status))
     return table

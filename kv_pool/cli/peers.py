@@ -16,7 +16,8 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     if json:
         print(msgspec.json.encode(found).decode())
         return
-    print(f"node {found.name} at {found.address} knows {len(found.peers)} other nodes")
+    others = "1 other node" if len(found.peers) == 1 else f"{len(found.peers)} other nodes"
+    print(f"node {found.name} at {found.address} knows {others}")
     if not found.peers:
         return
     table = Table(box=box.SIMPLE)

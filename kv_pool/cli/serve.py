@@ -24,6 +24,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 _DEFAULTS = ServeSettings()
 _DEFRAG = "Compaction"
 _NODES = "Nodes"
+_TIERS = "Tiers"
 
 
 def serve(
@@ -127,7 +128,8 @@ def serve(
     block_bytes: Annotated[
         int | None,
         typer.Option(
-            help=f"Of each block of a node; the bytes are made up. Default: {_DEFAULTS.block_bytes}.",
+            help="Of each block of a node, or of a pool with tiers; the bytes are made up. "
+            f"Default: {_DEFAULTS.block_bytes}.",
             rich_help_panel=_NODES,
         ),
     ] = None,
@@ -137,6 +139,28 @@ def serve(
             metavar="RATE",
             help="What the node reads in a second at most, such as 100MB/s. Default: no limit.",
             rich_help_panel=_NODES,
+        ),
+    ] = None,
+    host_tier: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BLOCKS",
+            help="Keep so many blocks in host memory when the pool takes theirs anew.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
+    disk_tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep blocks here when memory has no room for them; they outlive a restart.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
+    disk_tier_blocks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BLOCKS", help="How many. Default: ten times the pool's.", rich_help_panel=_TIERS
         ),
     ] = None,
     publish: options.Publish = None,
@@ -163,11 +187,15 @@ def serve(
         ExitStack() as stack,
     ):
         replay = LiveReplay(settings, publisher=publisher)
+        tiers = None
+        if replay.tiers is not None:
+            stack.callback(replay.tiers.close)
+            tiers = replay.tiers.get_report
         asked_to_end = _catch_signals()
         node = None
         if settings.name is not None:
             node = stack.enter_context(LiveNode(replay.pool, settings, owner=replay))
-        server = stack.enter_context(ControlServer(replay.pool, settings.socket, node=node))
+        server = stack.enter_context(ControlServer(replay.pool, settings.socket, node=node, tiers=tiers))
         where = "" if node is None else f" --node {node.migrator.name}"
         where = where if settings.socket is None else f" --socket {server.path}"
         events = "" if publisher is None else f", or: {describe_publisher(publisher)}"

@@ -109,19 +109,19 @@ def make_table(reports: list[ReplayReport]) -> Table:
 
 
 def _make_row(report: ReplayReport, has_tiers: bool) -> dict[str, str]:
-    row = {"blocks": f"{report.num_blocks:,}"}
+    token_hits = {"token hits": f"{report.token_hit_rate:.2%}"}
     if has_tiers:
-        row["host tier"] = f"{report.settings['host_tier']:,}"
-    row["token hits"] = f"{report.token_hit_rate:.2%}"
-    if has_tiers:
-        row["from host"] = f"{sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in:.2%}"
-    row |= {
-        "block hits": f"{report.block_hit_rate:.2%}",
-        "refused": f"{report.refused_requests:,}",
-        "preempted": f"{report.preempted:,}",
-        "evictions": f"{report.evictions:,}",
-    }
-    return row
+        sizes = {"blocks": f"{report.num_blocks:,}", "host tier": f"{report.settings['host_tier']:,}"}
+        share = sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in
+        others = {"from host": f"{share:.2%}", "refused": f"{report.refused_requests:,}"}
+    else:
+        sizes = {"blocks": f"{report.num_blocks:,}"}
+        others = {
+            "block hits": f"{report.block_hit_rate:.2%}",
+            "refused": f"{report.refused_requests:,}",
+            "preempted": f"{report.preempted:,}",
+        }
+    return sizes | token_hits | others | {"evictions": f"{report.evictions:,}"}
 
 
 def _parse_numbers(option: str, text: str) -> list[int]:

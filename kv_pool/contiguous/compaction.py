@@ -78,8 +78,7 @@ def apply_moves(
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if overwritten:
         pool.evict_blocks(overwritten)
-    if pool.colder_tiers is not None:
-        pool.colder_tiers.store_pending()  # what is overwritten now, or moved
+    pool.store_pending()
     copy(moves)
     pool.swap_block_ids(moves)
     return Relocation(pool.epoch, list(moves), pool.num_gpu_blocks)

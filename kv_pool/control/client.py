@@ -19,10 +19,11 @@ from kv_pool.control.messages import (
     PeersCommand,
     SequencesCommand,
     StatsCommand,
+    TiersCommand,
     decode_reply,
     encode_command,
 )
-from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList
+from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList, TierList
 from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.migration.status import MigrationStatus
@@ -94,6 +95,10 @@ class ControlClient:
     def list_sequences(self) -> SequenceList:
         """The sequences that hold blocks, the last one accessed last."""
         return self._ask(SequencesCommand(), SequenceList)
+
+    def list_tiers(self) -> TierList:
+        """What the tiers below the pool hold, and what requests have found where."""
+        return self._ask(TiersCommand(), TierList)
 
     def migrate(
         self, sequence_id: int | None, target: str, *, is_move: bool = True, max_bytes_per_s: float = 0.0

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.migration_site import GPUKVPoolSite, SequenceOwner
+from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.adapter.sequence_owner import SequenceOwner
 from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
 from kv_pool.control.node_secret import find_secret
 from kv_pool.control.serve_settings import ServeSettings

@@ -13,6 +13,7 @@ from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.pressure import LRUEviction
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control.block_contents import BlockContents
+from kv_pool.control.live_tiers import LiveTiers
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
@@ -101,6 +102,7 @@ class LiveReplay:
         clock: seconds.
     Attributes:
         pool, defragmenter: what the engine runs on. The pool may be asked from any thread.
+        tiers: where blocks go that the pool takes anew; None for nowhere.
     Raises:
         TraceError: the trace cannot be read; from `run`, too, for a line further on.
         InvalidArgumentError: settings that cannot be meant; from `run`, if no request fits into the pool.
@@ -116,7 +118,7 @@ class LiveReplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._contents: BlockContents | None = None
-        if settings.name is not None:
+        if settings.has_bytes:
             self._contents = BlockContents(settings.blocks + 1, settings.block_bytes)
         self.pool = GPUKVPool(
             settings.blocks,
@@ -127,6 +129,9 @@ class LiveReplay:
             on_evicted=self._requeue,
             enable_kv_cache_events=publisher is not None,
         )
+        self.tiers: LiveTiers | None = None
+        if settings.has_tiers:
+            self.tiers = LiveTiers(self.pool, settings, enable_events=publisher is not None)
         self._publisher = publisher
         self.defragmenter = Defragmenter(
             self.pool,
@@ -171,6 +176,8 @@ class LiveReplay:
                     self._generate(sequence_id, now_s)
             self._admit(now_s)
             self.defragmenter.step()
+            if self.tiers is not None:
+                self.tiers.cache.flush()
             self._check_contents()
         if self._publisher is not None:
             self._publisher.publish(self.pool.take_events())
@@ -199,14 +206,16 @@ class LiveReplay:
         while self._waiting and len(self._running) < self._rates.max_running:
             request = self._waiting[0]
             num_blocks = -(-request.num_tokens // pool.block_size)
+            num_hashes = min(len(request.block_hashes), request.max_hit_tokens // pool.block_size)
             if num_blocks + len(self._running) > pool.get_free_blocks():
+                if self.tiers is not None:
+                    self.tiers.prefetch(request.request_id, request.block_hashes[:num_hashes])
                 return
             self._waiting.popleft()
             sequence_id = int(request.request_id)
-            num_hashes = min(len(request.block_hashes), request.max_hit_tokens // pool.block_size)
             num_hits = len(pool.claim_prefix(sequence_id, request.block_hashes[:num_hashes]))
             new_ids = pool.allocate(BlockAllocationRequest(num_blocks - num_hits, sequence_id))
-            self._write(request, num_hits, new_ids)
+            num_hits += self._read_back(request, num_hits, num_hashes, new_ids)
             num_new_tokens = request.num_tokens - num_hits * pool.block_size
             started_s = max(now_s, self._prefill_free_s)
             self._prefill_free_s = started_s + num_new_tokens / self._rates.prefill_tokens_per_s
@@ -310,8 +319,25 @@ class LiveReplay:
     def _write(self, request: ReplayRequest, start: int, block_ids: list[int]) -> None:
         """Give the request's blocks from a place on the bytes that they will be checked for."""
         if self._contents is not None:
+            if self.tiers is not None:
+                self.tiers.cache.store_pending()  # these blocks hold what they held before until now
             names = [request.name_block(start + at) for at in range(len(block_ids))]
             self._contents.write(block_ids, names)
+
+    def _read_back(self, request: ReplayRequest, num_hits: int, num_hashes: int, block_ids: list[int]) -> int:
+        """Fill blocks that come after hits: from tiers as far as these have them, and what is left anew.
+
+        Returns:
+            How many were in tiers.
+        """
+        num_read = 0
+        if self.tiers is not None:
+            self.tiers.note_hits(num_hits)
+            keys = self.tiers.find(request.block_hashes[num_hits:num_hashes])
+            if keys:
+                num_read = self.tiers.read_back(keys, block_ids[: len(keys)])
+        self._write(request, num_hits + num_read, block_ids[num_read:])
+        return num_read
 
     def _note_wrong(self, sequence_id: int) -> None:
         if self._contents is not None:

@@ -10,6 +10,7 @@
 | `{"command": "migrations"}` | `migration_id` | `MigrationList` |
 | `{"command": "cancel"}` | `migration_id` | `MigrationStatus` |
 | `{"command": "peers"}` | | `PeerList` |
+| `{"command": "tiers"}` | | `TierList` |
 
 A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": ...}` with the name of one of
 `kv_pool.errors`. Several commands may go over one connection, one after another.
@@ -22,7 +23,7 @@ import msgspec
 import kv_pool.errors as errors
 from kv_pool.adapter.layout import PoolLayout
 from kv_pool.adapter.statistics import PoolStatistics
-from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList
+from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList, TierList
 from kv_pool.errors import ControlError, KVPoolError
 from kv_pool.migration.status import MigrationStatus
 
@@ -87,9 +88,23 @@ class PeersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="peers"
     """Asks for the nodes that the node knows; each is asked for its room."""
 
 
+class TiersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="tiers", forbid_unknown_fields=True):
+    """Asks for the pool's tiers."""
+
+
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
-Command = StatsCommand | DefragCommand | LayoutCommand | SequencesCommand | NodeCommand
-COMMAND_NAMES = ("stats", "defrag", "layout", "sequences", "migrate", "migrations", "cancel", "peers")
+Command = StatsCommand | DefragCommand | LayoutCommand | SequencesCommand | TiersCommand | NodeCommand
+COMMAND_NAMES = (
+    "stats",
+    "defrag",
+    "layout",
+    "sequences",
+    "tiers",
+    "migrate",
+    "migrations",
+    "cancel",
+    "peers",
+)
 
 
 class DefragReport(msgspec.Struct, frozen=True):
@@ -111,7 +126,14 @@ class DefragReport(msgspec.Struct, frozen=True):
 
 
 Result = (
-    PoolStatistics | DefragReport | PoolLayout | SequenceList | MigrationStatus | MigrationList | PeerList
+    PoolStatistics
+    | DefragReport
+    | PoolLayout
+    | SequenceList
+    | MigrationStatus
+    | MigrationList
+    | PeerList
+    | TierList
 )
 
 

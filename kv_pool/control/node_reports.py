@@ -3,6 +3,7 @@
 import msgspec
 
 from kv_pool.migration.status import MigrationStatus
+from kv_pool.tiers.tier import TierStatistics
 
 
 class PeerReport(msgspec.Struct, frozen=True):
@@ -36,6 +37,19 @@ class MigrationList(msgspec.Struct, frozen=True):
 
     name: str
     migrations: list[MigrationStatus]
+
+
+class TierList(msgspec.Struct, frozen=True):
+    """The tiers of a pool, warmest first, and where the prefixes of requests were found.
+
+    Attributes:
+        hit_blocks: by medium, GPU for the pool itself.
+        num_dropped: blocks that no tier got, when the pool took them anew.
+    """
+
+    hit_blocks: dict[str, int]
+    tiers: list[TierStatistics]
+    num_dropped: int = 0
 
 
 class SequenceReport(msgspec.Struct, frozen=True):

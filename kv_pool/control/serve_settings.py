@@ -30,7 +30,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         duration: seconds; None for ever.
         socket: the control socket's path; None for the default one.
         name: of the node that the pool is; None for a pool that migrates nothing.
-        block_bytes: of each block of a node, made up and checked.
+        block_bytes: of each block of a node, or of a pool with tiers; made up, and checked.
         listen: where other nodes reach it, host:port, port 0 for a free one; None for 127.0.0.1:0.
         peer: other nodes, each as `name=host:port`.
         nodes: a TOML file with other nodes ([[peers]]) and what it costs to reach them ([links]).
@@ -39,6 +39,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         secret_file: what all nodes know; None for a file of this user's that is made when it is needed.
         max_rate: bytes a second that the node reads at most, such as `100MB/s`; None for no limit.
         network, rack, host, device: where the node is; the host's own name by default.
+        host_tier: blocks that are kept in host memory when the pool takes theirs anew; 0 for none.
+        disk_tier: a folder where blocks are kept, across restarts, too; None for none.
+        disk_tier_blocks: how many; None for ten times the pool's.
         publish: the endpoint from which the pool's events are sent; None for no events.
         publish_replay: where readers of these ask for what they missed; None for nowhere.
         publish_config: a TOML file with a table [publisher], for all that can be said about a publisher;
@@ -70,9 +73,22 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rack: str = ""
     host: str = ""
     device: str = ""
+    host_tier: Annotated[int, msgspec.Meta(ge=0)] = 0
+    disk_tier: str | None = None
+    disk_tier_blocks: _Count | None = None
     publish: str | None = None
     publish_replay: str | None = None
     publish_config: str | None = None
+
+    @property
+    def has_tiers(self) -> bool:
+        """Are there colder homes for blocks?"""
+        return bool(self.host_tier) or self.disk_tier is not None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Do blocks need bytes: for other nodes, or for tiers?"""
+        return self.name is not None or self.has_tiers
 
 
 def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:

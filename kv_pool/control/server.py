@@ -6,7 +6,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,12 @@ from kv_pool.control.messages import (
     Result,
     SequencesCommand,
     StatsCommand,
+    TiersCommand,
     decode_command,
     encode_error,
     encode_result,
 )
-from kv_pool.control.node_reports import SequenceList, SequenceReport
+from kv_pool.control.node_reports import SequenceList, SequenceReport, TierList
 from kv_pool.control.socket_path import make_folder, resolve_path
 from kv_pool.errors import ControlError
 
@@ -49,6 +50,7 @@ class ControlServer:
         path: of the socket; None for `socket_path.get_default_path()`, with the node's name in it if there is
             a node.
         node: the pool as a node, for `kv-pool migrate` and `peers`; it runs. None: the pool is none.
+        tiers: says what `kv-pool tiers` shows, such as `LiveTiers.get_report`; None: the pool has no tiers.
         guard: entered around each command that is about the pool. A lock that the engine holds during its
             step, where a compaction must not come between its reading block ids and its using them.
         timeout_s: how long a client may take to send the rest of a command, or to read its reply.
@@ -70,6 +72,7 @@ class ControlServer:
         path: str | Path | None = None,
         *,
         node: "LiveNode | None" = None,
+        tiers: Callable[[], TierList] | None = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
@@ -77,6 +80,7 @@ class ControlServer:
         self.pool = pool
         self.path = resolve_path(path, None if node is None else node.migrator.name)
         self._node = node
+        self._tiers = tiers
         self._guard = nullcontext() if guard is None else guard
         self._timeout_s = timeout_s
         self._max_clients = max_clients
@@ -273,6 +277,13 @@ class ControlServer:
         match command:
             case SequencesCommand():
                 return list_sequences(self.pool)
+            case TiersCommand():
+                if self._tiers is None:
+                    raise ControlError(
+                        f"the pool at {self.path} has no tiers: start it with kv-pool serve --host-tier "
+                        "BLOCKS, --disk-tier FOLDER, or both"
+                    )
+                return self._tiers()
             case StatsCommand():
                 return self.pool.get_statistics()
             case DefragCommand():

@@ -97,6 +97,14 @@ class PrefixCache:
         self.kv_event_queue = []
         return events
 
+    def store_pending(self) -> None:
+        """Let colder tiers copy out what blocks held that were taken anew, before others write to them.
+
+        For whoever moves blocks, or writes to taken ones, not in a step. Nothing happens without tiers.
+        """
+        if self.colder_tiers is not None:
+            self.colder_tiers.store_pending()
+
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
     ) -> list[KVCacheBlock] | None:

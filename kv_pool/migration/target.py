@@ -258,9 +258,7 @@ class Pull:
         with site.lock:
             room = site.take_room(self.subject, offer.blocks, offer.state)
             try:
-                tiers = site.leases.block_pool.colder_tiers
-                if tiers is not None:
-                    tiers.store_pending()  # what was in these blocks, before other bytes arrive there
+                site.leases.block_pool.store_pending()
                 if room.missing:
                     self.lease = site.leases.lend(
                         [room.blocks[position] for position in room.missing],

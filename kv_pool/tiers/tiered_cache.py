@@ -136,7 +136,12 @@ class TieredCache:
         return None
 
     def __contains__(self, key: object) -> bool:
-        return key in self._pending or any(key in tier for tier in self.tiers)
+        if key in self._pending:
+            return True
+        for tier in self.tiers:  # noqa: SIM110 (each block of each prompt comes by here, and a loop is faster)
+            if key in tier:
+                return True
+        return False
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Where to look up many keys: one in these is in a tier, or will be. Until something changes."""

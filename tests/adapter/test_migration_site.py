@@ -355,3 +355,27 @@ def test_a_released_sequence_tells_which_blocks_it_had():
     here.forget_record(1, stale)
     assert migrate(here, there, SequenceSubject(1)) == [2, 3, 4]
     assert (stale, record) == ([], [1, 2, 3])
+
+
+def test_what_is_shared_counts_as_taken_where_it_was_free():
+    here, there = make_sites()
+    take(here.pool, 1, 2)
+    hashes = [hash_of(number) for number in (1, 2)]
+    here.pool.cache_prefix(1, hashes)
+    migrate(here, there, PrefixSubject(tuple(hashes)), is_move=False)
+    selection = here.select(SequenceSubject(1), for_move=True)
+    before = state(there.pool)
+    with pytest.raises(PoolExhaustedError, match="3 blocks cannot migrate to device 1: 2 of 5 are free"):
+        there.take_room(SequenceSubject(1), selection.offered, selection.state)
+    assert state(there.pool) == before
+
+
+def test_two_blocks_of_a_sequence_with_one_hash_are_two_blocks_there():
+    here, there = make_sites()
+    here.pool.cache_prefix(1, [hash_of(1), hash_of(1)])
+    here.pool.cache_prefix(2, [hash_of(1)])
+    migrate(here, there, PrefixSubject((hash_of(1),)), is_move=False)
+    new_ids = migrate(here, there, SequenceSubject(1))
+    assert len(set(new_ids)) == 3
+    assert read(there.pool, 1) == [16, 17, 18]
+    check(there.pool)

@@ -228,7 +228,8 @@ def test_whatever_migrates_when_each_request_ends_once_with_the_right_bytes(make
         records[name] = [{**one, "timestamp": 100 * at, "output_length": 30} for at, one in enumerate(made)]
     most = max(-(-(one["input_length"] + 30) // 8) for found in records.values() for one in found)
     size = most + 12
-    pair = make_pair(records["a"], records["b"], size, size, defrag_threshold=0.05, defrag_interval=0)
+    more = {"host_tier": 8} if seed % 2 else {}
+    pair = make_pair(records["a"], records["b"], size, size, defrag_threshold=0.05, defrag_interval=0, **more)
     num_moved = 0
     for _ in range(60):
         pair.run_for(draw.choice([1, 3]) * STEP_S)

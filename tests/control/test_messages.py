@@ -4,10 +4,16 @@ import pytest
 
 from kv_pool import ControlError, CopyFailedError, InvalidArgumentError
 from kv_pool.control.messages import (
+    CancelCommand,
     DefragCommand,
     DefragReport,
     LayoutCommand,
+    MigrateCommand,
+    MigrationsCommand,
+    PeersCommand,
+    SequencesCommand,
     StatsCommand,
+    TiersCommand,
     decode_command,
     decode_reply,
     encode_command,
@@ -19,7 +25,21 @@ REPORT = DefragReport(127, 3.2, 0.085, 0.021, 16)
 
 
 @pytest.mark.parametrize(
-    "command", [StatsCommand(), DefragCommand(), DefragCommand(max_moves=7, max_evictions=3), LayoutCommand()]
+    "command",
+    [
+        StatsCommand(),
+        DefragCommand(),
+        DefragCommand(max_moves=7, max_evictions=3),
+        LayoutCommand(),
+        SequencesCommand(),
+        TiersCommand(),
+        MigrateCommand("b"),
+        MigrateCommand("b", 7, False, 1e6),
+        MigrationsCommand(),
+        MigrationsCommand("0123"),
+        CancelCommand("0123"),
+        PeersCommand(),
+    ],
 )
 def test_a_command_comes_out_as_it_went_in(command):
     line = encode_command(command)
@@ -38,6 +58,8 @@ def test_a_command_comes_out_as_it_went_in(command):
         (b'{"order": "stats"}\n', "missing required field `command`"),
         (b'{"command": "stop"}\n', "unknown command 'stop'; known are stats, defrag, layout"),
         (b'{"command": "defrag", "max_moves": 0}\n', "max_moves"),
+        (b'{"command": "migrate", "sequence_id": 7}\n', "target"),
+        (b'{"command": "migrate", "target": "b", "max_bytes_per_s": -1}\n', "max_bytes_per_s"),
         (b'{"command": "defrag", "max_evictions": -1}\n', "max_evictions"),
         (b'{"command": "defrag", "max_moves": "all"}\n', "max_moves"),
         (b'{"command": "stats", "verbose": true}\n', "verbose"),

@@ -58,6 +58,9 @@ def test_every_option_can_be_in_the_file(config):
         rack = "r1"
         host = "h1"
         device = "cuda:0"
+        host_tier = 10
+        disk_tier = "cold"
+        disk_tier_blocks = 11
         publish = "tcp://127.0.0.1:5557"
         publish_replay = "tcp://127.0.0.1:5558"
         publish_config = "publisher.toml"
@@ -88,6 +91,9 @@ def test_every_option_can_be_in_the_file(config):
         rack="r1",
         host="h1",
         device="cuda:0",
+        host_tier=10,
+        disk_tier="cold",
+        disk_tier_blocks=11,
         publish="tcp://127.0.0.1:5557",
         publish_replay="tcp://127.0.0.1:5558",
         publish_config="publisher.toml",

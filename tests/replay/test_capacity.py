@@ -3,7 +3,7 @@
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
+from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,19 @@ def test_sizes_have_decimal_or_binary_units(text, num_bytes):
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(InvalidArgumentError, match="is not a size; write it as 40GiB"):
         parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"), [("100MB/s", 1e8), ("1GiB/s", 2**30), (" 5kB ", 5000), ("7/s", 7)]
+)
+def test_rates_are_sizes_a_second(text, bytes_per_s):
+    assert parse_rate(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["fast", "100MB/min", "0", "-1MB/s", "/s"])
+def test_what_is_not_a_rate_is_refused(text):
+    with pytest.raises(InvalidArgumentError, match="is no rate"):
+        parse_rate(text)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
 """A trace's request as the manager sees it: what is a block, and which hash it has."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_pool import BlockHasher, InvalidArgumentError
 from kv_pool.events.mirror import to_wire_hash
-from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest, hash_ids_to_block_hashes
+from kv_pool.replay.replay_request import (
+    CONVENTIONS,
+    ReplayRequest,
+    RequestState,
+    hash_ids_to_block_hashes,
+)
 from kv_pool.replay.trace import TraceRequest
 
 SIZES = st.integers(1, 12)
@@ -155,3 +161,38 @@ def test_hash_ids_need_the_block_size_of_the_trace():
 def test_token_ids_need_a_hasher():
     with pytest.raises(InvalidArgumentError, match="needs a BlockHasher"):
         ReplayRequest(TraceRequest(1, 0.0, 2, 0, None, [1, 2]), 8)
+
+
+def make_request(hash_ids, input_length, output_length, block_size=8):
+    traced = TraceRequest(
+        line=7,
+        arrival_ms=12.5,
+        input_length=input_length,
+        output_length=output_length,
+        hash_ids=hash_ids,
+        token_ids=None,
+        session_id="a",
+    )
+    return ReplayRequest(traced, block_size, trace_block_size=8)
+
+
+def test_a_block_has_its_name_before_it_is_full():
+    request = make_request([1, 2, 3], 20, 40)
+    names = [request.name_block(index) for index in range(7)]
+    assert len(set(names)) == 7
+    for _ in range(5):
+        request.append_output(8)
+        assert request.block_hashes == names[: len(request.block_hashes)]
+    assert len(request.block_hashes) == 7
+
+
+def test_a_request_goes_on_elsewhere_as_it_would_have_gone_on_here():
+    request = make_request([1, 2, 3], 20, 40)
+    request.append_output(10)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(request.get_state()), type=RequestState)
+    there = ReplayRequest.from_state(state)
+    for both in (request, there):
+        both.append_output(20)
+    for name in ReplayRequest.__slots__:
+        assert getattr(there, name) == getattr(request, name), name
+    assert there.all_token_ids == request.all_token_ids

@@ -108,6 +108,8 @@ class PagedSequences:
         Returns:
             How many tokens need not be computed, also in `request.num_computed_tokens`; None where the
             blocks do not fit, with nothing changed.
+        Raises:
+            CopyFailedError: the device did not take what was read back. The request has no blocks.
         """
         prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
         num_new_tokens = request.num_tokens - prefix.num_tokens
@@ -124,6 +126,8 @@ class PagedSequences:
                 return plan.num_computed_tokens
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
             return None
+        if self.read_back is not None:
+            self.read_back.note_started(prefix)
         request.num_computed_tokens = prefix.num_tokens
         return prefix.num_tokens
 
@@ -298,7 +302,7 @@ class PagedSequences:
         run = compaction.take_run(
             pool, num_blocks, self.storage.apply_moves, lambda relocation: None, pinned=watched
         )
-        self._store_pending()  # what was in the run: its taker writes when he likes
+        pool.store_pending()  # what was in the run: its taker writes when he likes
         return run
 
     def get_fragmentation_rate(self) -> float:
@@ -308,11 +312,6 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
         """
         return self._get_run_pool().get_fragmentation_rate(self.run_length)
-
-    def _store_pending(self) -> None:
-        """Blocks that were taken are about to be overwritten, and not by a step."""
-        if self.tiers is not None:
-            self.tiers.store_pending()
 
     def _get_run_pool(self) -> RunBlockPool:
         pool = self.manager.block_pool
@@ -337,7 +336,7 @@ class PagedSequences:
         targets = manager.get_block_ids(copy.request_id)
         first = len(prefix.blocks[0])
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
-        target._store_pending()
+        manager.block_pool.store_pending()
         try:
             self.storage.copy_to(target.storage, moves)
         except BaseException:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.errors import InvalidArgumentError, PlanClosedError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
@@ -91,7 +91,9 @@ class SwapPlan(ABC):
         Raises:
             PlanClosedError: committed or aborted before.
             InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
-                what an event needs. In all cases nothing has changed.
+                what an event needs.
+            InvalidBlockError: a block of the prefix that was hit has lost its hash since, as wrong ones do:
+                abort, and look up again. In all cases nothing has changed.
         """
         self._check_open()
         self._commit()
@@ -278,6 +280,15 @@ class HostHitPlan(SwapPlan):
         self._device = device
         self._host = host
         self._tables = tables
+        # By what blocks of the device's prefix, and of the host, were hit: one that is found wrong loses it.
+        self._hits = [
+            (block, block.block_hash)
+            for block in (
+                *(block for table in tables for block in table.blocks),
+                *(pair[0] for pair in pairs),
+            )
+            if block.block_hash is not None
+        ]
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
@@ -288,6 +299,11 @@ class HostHitPlan(SwapPlan):
         return held
 
     def _commit(self) -> None:
+        if any(block.block_hash != key for block, key in self._hits):
+            raise InvalidBlockError(
+                f"a block that request {self.request_id!r} was to begin with has been found wrong meanwhile; "
+                "abort the plan and look up again"
+            )
         if self._device.pool.enable_kv_cache_events:
             check_announceable(self._request)
         self._manager.put_tables(self.request_id, self._tables)

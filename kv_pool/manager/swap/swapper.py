@@ -280,7 +280,7 @@ class BlockSwapper:
         )
         if added is None:
             return None
-        store_pending(self.manager.block_pool)
+        self.manager.block_pool.store_pending()
         tables = self.manager.pop_tables(request_id)
         pairs = [
             (block, table.blocks[position])
@@ -347,7 +347,7 @@ class BlockSwapper:
         except BaseException:  # of whoever watches for reuse
             side.free_blocks(shared)
             raise
-        store_pending(side.pool)
+        side.pool.store_pending()
         targets: list[list[KVCacheBlock]] = []
         for group, table, found in zip(self._groups, tables, match.found, strict=True):
             first = count_skipped_blocks(group, table, num_computed)
@@ -449,9 +449,3 @@ class BlockSwapper:
                 + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")
             )
         return tables
-
-
-def store_pending(pool: BlockPoolCore) -> None:
-    """Let the pool's colder tiers, if there are any, have what is in blocks that were taken to copy into."""
-    if pool.colder_tiers is not None:
-        pool.colder_tiers.store_pending()

@@ -6,7 +6,7 @@ from kv_pool import BlockMove
 def move_blocks(rng, sequences):
     """Move random blocks that hold something to random ones that hold nothing. Returns how many."""
     pool = sequences.manager.block_pool
-    store_pending(sequences)
+    pool.store_pending()
     holding = [block.block_id for block in pool.blocks[1:] if block.ref_cnt or block.block_hash]
     empty = [block.block_id for block in pool.blocks[1:] if not block.ref_cnt and not block.block_hash]
     num_moves = min(len(holding), len(empty), rng.randint(1, 6))
@@ -22,16 +22,10 @@ def move_blocks(rng, sequences):
 
 def spoil_empty(sequences):
     """Nobody may read what holds nothing: in no type are these bytes a number."""
-    store_pending(sequences)
+    sequences.manager.block_pool.store_pending()
     for block in sequences.manager.block_pool.blocks[1:]:
         if not block.ref_cnt and not block.block_hash:
             sequences.storage.write_block(block.block_id, b"\xff" * sequences.storage.block_bytes)
-
-
-def store_pending(sequences):
-    """What blocks held that were taken, and not written yet, goes to the tiers, if there are any."""
-    if sequences.tiers is not None:
-        sequences.tiers.store_pending()
 
 
 def crowd_out(sequences):

@@ -374,6 +374,28 @@ def test_the_host_adds_to_what_the_device_has():
     swap_invariants.check(engine.swapper)
 
 
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_a_prefix_that_is_found_wrong_while_it_is_copied_is_not_used(side):
+    """What a plan has hit is not among the manager's tables, so a report of bad blocks names no request."""
+    engine = SwapEngine()
+    forgotten_on_device(engine, range(16))
+    engine.manager.free(started(engine, "b", range(9)))
+    request = engine.make_request("c", range(20))
+    prefix = engine.manager.get_computed_blocks(request)
+    plan = engine.swapper.plan_host_hit(request, 8, prefix, num_new_tokens=4)
+    if side == "device":
+        engine.manager.report_invalid_blocks([prefix.blocks[0][1].block_id])
+    else:
+        engine.swapper.host_pool.evict_blocks([plan.moves[0].source])
+    with pytest.raises(InvalidBlockError, match="found wrong"):
+        plan.commit()
+    assert plan in engine.swapper.list_open_plans()
+    plan.abort()
+    assert engine.manager.get_computed_blocks(request).num_tokens == (4 if side == "device" else 8)
+    assert engine.manager.get_num_free_blocks() == 8
+    swap_invariants.check(engine.swapper)
+
+
 def test_all_tokens_but_the_last_are_looked_for():
     engine = SwapEngine()
     forgotten_on_device(engine, range(8))

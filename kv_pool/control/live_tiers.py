@@ -1,0 +1,82 @@
+"""`LiveTiers`: colder homes for the blocks of a live replay, and what comes back from them."""
+
+from collections.abc import Sequence
+
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.control.node_reports import TierList
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tiered_cache import TieredCache
+
+_DISK_BLOCKS_PER_BLOCK = 10
+
+
+class LiveTiers:
+    """The tiers that the settings name, below a pool with bytes. Everything is called with the pool's lock.
+
+    Args:
+        settings: with `host_tier`, `disk_tier`, or both.
+        enable_events: what tiers gain and lose is told among the pool's events.
+
+    Raises:
+        TierError, LayoutMismatchError: the folder can not be used, or holds other blocks.
+    """
+
+    def __init__(self, pool: GPUKVPool, settings: ServeSettings, *, enable_events: bool) -> None:
+        if pool.storage is None:
+            raise InvalidArgumentError("tiers keep the bytes of blocks, and this pool has no storage")
+        self._pool = pool
+        tiers: list[Tier] = []
+        if settings.host_tier:
+            tiers.append(HostTier(settings.host_tier, pool.storage))
+        if settings.disk_tier is not None:
+            capacity = settings.disk_tier_blocks or _DISK_BLOCKS_PER_BLOCK * settings.blocks
+            layout = BlockLayout.describe(pool.storage, pool.block_size)
+            tiers.append(DiskTier(settings.disk_tier, capacity, layout))
+        self.cache = TieredCache(pool.block_pool, pool.storage, tiers, enable_events=enable_events)
+        self._hits = dict.fromkeys([MEDIUM_GPU, *(tier.medium for tier in tiers)], 0)
+
+    def find(self, block_hashes: Sequence[BlockHash]) -> list[BlockHashWithGroupId]:
+        """Keys of the longest part of these hashes, from the first one on, that tiers have. Only looks."""
+        keys = []
+        for block_hash in block_hashes:
+            key = make_block_hash_with_group_id(block_hash, 0)
+            if self.cache.find_tier(key) is None:
+                break
+            keys.append(key)
+        return keys
+
+    def read_back(self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[int]) -> int:
+        """Read blocks into blocks of the pool; how many of them, from the first one on, are as they were."""
+        levels = [self.cache.find_tier(key) for key in keys]
+        failed = set(self.cache.load(keys, block_ids))
+        num_good = next((at for at, key in enumerate(keys) if key in failed), len(keys))
+        for level in levels[:num_good]:
+            self._hits[self.cache.tiers[level or 0].medium] += 1
+        return num_good
+
+    def note_hits(self, num_blocks: int) -> None:
+        """So many blocks of a request were on the device."""
+        self._hits[MEDIUM_GPU] += num_blocks
+
+    def prefetch(self, owner: str, block_hashes: Sequence[BlockHash]) -> None:
+        """A request waits: let what it will need be read from disk meanwhile."""
+        self.cache.prefetch(owner, self.find(block_hashes))
+
+    def get_report(self) -> TierList:
+        """What each tier holds, and what requests have started with."""
+        with self._pool.lock:
+            return TierList(dict(self._hits), self.cache.get_statistics(), self.cache.num_dropped)
+
+    def close(self) -> None:
+        """Store what is pending, and close the tiers; what is on disk stays there."""
+        with self._pool.lock:
+            self.cache.flush()
+            self.cache.close()

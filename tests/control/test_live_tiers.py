@@ -1,0 +1,115 @@
+"""A live replay whose blocks have colder homes: what comes back, and that it is what went."""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+from adapter.made_pool import check
+from replay.made_trace import make_random_records, record, write_trace
+
+from kv_pool import ControlError
+from kv_pool.control import ControlClient, ControlServer
+from kv_pool.control.live_replay import STEP_S, LiveReplay
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.errors import LayoutMismatchError
+from kv_pool.replay.trace_clock import EngineRates
+
+RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
+LAST = record(8, [99], 1, 1_000_000)
+# The first one again, when others have had all the blocks.
+AGAIN = [
+    record(40, [1, 2, 3, 4, 5], 2, 0),
+    *[
+        record(40, [10 * at + 6, 10 * at + 7, 10 * at + 8, 10 * at + 9, 10 * at + 10], 2, 1000 * at)
+        for at in (1, 2, 3)
+    ],
+    record(40, [1, 2, 3, 4, 5], 2, 5000),
+    LAST,
+]
+
+
+@contextmanager
+def replaying(folder, records, **settings):
+    """A live replay, and how to run it for so many seconds."""
+    path = write_trace(folder / "trace.jsonl", records)
+    settings = {"blocks": 12, "block_size": 8, "trace_block_size": 8, "block_bytes": 64, **settings}
+    now = [100.0]
+    replay = LiveReplay(ServeSettings(trace=str(path), **settings), rates=RATES, clock=lambda: now[0])
+
+    def run(seconds):
+        for _ in range(round(seconds / STEP_S)):
+            now[0] += STEP_S
+            replay.step()
+            check(replay.pool)
+
+    try:
+        yield replay, run
+    finally:
+        replay.tiers.close()
+
+
+def test_a_prompt_that_the_pool_has_lost_comes_back_from_memory(tmp_path):
+    with replaying(tmp_path, AGAIN, host_tier=50) as (replay, run):
+        run(8)
+        assert replay.get_progress().num_finished == 5
+        report = replay.tiers.get_report()
+        # Its last block is computed anew, as an engine computes the last token.
+        assert report.hit_blocks == {"GPU": 0, "CPU": 4}
+        assert (report.tiers[0].num_read, report.num_dropped) == (4, 0)
+
+
+def test_what_memory_has_no_room_for_comes_back_from_disk_also_after_a_restart(tmp_path):
+    cold = {"host_tier": 2, "disk_tier": str(tmp_path / "cold"), "disk_tier_blocks": 100}
+    with replaying(tmp_path, AGAIN, **cold) as (replay, run):
+        run(8)
+        assert replay.get_progress().num_finished == 5
+        hits = replay.tiers.get_report().hit_blocks
+        assert hits["STORAGE"] + hits["CPU"] == 4
+        assert hits["STORAGE"] >= 2
+    with replaying(tmp_path, AGAIN[-2:], **cold) as (replay, run):
+        run(6.5)
+        assert replay.get_progress().num_finished == 1
+        assert replay.tiers.get_report().hit_blocks["STORAGE"] == 4
+    with pytest.raises(LayoutMismatchError), replaying(tmp_path, AGAIN, block_bytes=32, **cold):
+        pass
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_busy_pool_with_tiers_has_the_right_bytes(tmp_path, seed):
+    draw = random.Random(seed)
+    records = make_random_records(draw, 60, 8, partial_ids=True)
+    records = [{**one, "timestamp": 200 * at, "output_length": 12} for at, one in enumerate(records)]
+    most = max(-(-(one["input_length"] + 12) // 8) for one in records)
+    settings = {
+        "blocks": most + 6,
+        "host_tier": draw.choice([0, 6]),
+        "disk_tier": str(tmp_path / "cold"),
+        "disk_tier_blocks": 40,
+        "defrag_threshold": 0.05,
+        "defrag_interval": 0,
+        "max_evictions": 4,
+        "run_length": 2,
+    }
+    with replaying(tmp_path, [*records, LAST], **settings) as (replay, run):
+        run(40)
+        assert replay.get_progress().num_finished == 60
+        assert sum(replay.tiers.get_report().hit_blocks.values()) > 0
+        assert replay.pool.get_statistics().moved_blocks > 0
+
+
+def test_a_running_pool_tells_of_its_tiers(tmp_path):
+    with (
+        replaying(tmp_path, AGAIN, host_tier=50) as (replay, run),
+        ControlServer(replay.pool, tmp_path / "here.sock", tiers=replay.tiers.get_report),
+        ControlClient(tmp_path / "here.sock") as client,
+    ):
+        run(8)
+        found = client.list_tiers()
+        assert found == replay.tiers.get_report()
+        assert [tier.medium for tier in found.tiers] == ["CPU"]
+    with (
+        ControlServer(replay.pool, tmp_path / "here.sock"),
+        ControlClient(tmp_path / "here.sock") as client,
+        pytest.raises(ControlError, match="has no tiers: start it with kv-pool serve --host-tier"),
+    ):
+        client.list_tiers()
