@@ -362,8 +362,8 @@ class Pull:
                 f"node {self._get_source().name!r} has not answered whether it gave up "
                 f"{self.counts.num_blocks} blocks; they are kept aside here until it does. ({error})"
             )
-            if self.phase is not MigrationPhase.IN_DOUBT:
-                self._enter(MigrationPhase.IN_DOUBT)
+            # Told each time, so that whoever waits sees for how long.
+            self._enter(MigrationPhase.IN_DOUBT)
 
     def _fail(self, error: Exception) -> None:
         """M5: nothing is kept, and the source is told."""

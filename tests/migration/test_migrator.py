@@ -20,6 +20,7 @@ from kv_pool.errors import (
     LayoutMismatchError,
     MigrationCancelledError,
     MigrationError,
+    MigrationInDoubtError,
     PeerUnavailableError,
     StaleTransferError,
 )
@@ -400,6 +401,28 @@ def test_many_migrations_at_a_time_wait_for_their_turn(make_pair, over):
     assert all(len(migration.wait(PATIENCE_S)) == 5 for migration in migrations)
     assert len(pair.b.requests) == 30
     assert pair.a.pool.get_num_free_blocks() == 199
+    pair.check()
+
+
+def test_who_waits_for_a_move_in_doubt_is_told_so_and_may_wait_again(make_pair):
+    def lose_the_source(status):
+        if (status.direction, status.phase) == ("in", MigrationPhase.ACKNOWLEDGING):
+            pair.node_b.peers.add("a", "127.0.0.1:1")  # nobody listens there
+
+    pair = make_pair("tcp", lease_s=0.2, on_phase=lose_the_source)
+    pair.a.start("r", range(10))
+    migration = pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True)
+    with pytest.raises(MigrationInDoubtError, match="has not answered whether it gave up 3 blocks"):
+        migration.wait()
+    with pytest.raises(MigrationInDoubtError):
+        migration.wait(0.01)
+    pair.node_b.check_invariants()
+    pair.node_b.peers.add("a", pair.node_a.address)
+    assert migration.wait_for_end(PATIENCE_S)
+    with pytest.raises(StaleTransferError):
+        migration.wait()
+    assert pair.a.manager.holds_blocks("r")
+    assert not pair.b.manager.holds_blocks("r")
     pair.check()
 
 

@@ -15,6 +15,7 @@ from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSub
 
 SECRET = b"known to both processes"
 BLOCK_BYTES = 16384
+PATIENCE_S = 15.0
 
 
 def make_backend(kind, storage, lease_s):
@@ -152,6 +153,18 @@ class NodeProcess:
         """All of it, when nothing is under way: requests here, by their ids."""
         engine = self.engine
         self.migrator.check_invariants()
+        while True:
+            # What was under way to a stopped process is answered when it wakes: blocks are lent, for nobody,
+            # until that lease is over.
+            assert self.settle(PATIENCE_S) == ""
+            with engine.lock:
+                if not engine.site.leases.list_leases():
+                    self.check_at_rest(prompts)
+                    return sorted(engine.requests)
+
+    def check_at_rest(self, prompts):
+        """With the lock held."""
+        engine = self.engine
         with engine.lock:
             invariants.check(engine.pool)
             check_manager_site(engine.site, engine.requests.values(), list(self.patterns))
@@ -169,7 +182,6 @@ class NodeProcess:
             for request_id in engine.requests:
                 engine.check_bytes(request_id)
             engine.check_all_cached(prompts)
-        return sorted(engine.requests)
 
     def check_prefix(self, token_ids):
         return self.engine.check_prefix(token_ids)
