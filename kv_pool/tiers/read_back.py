@@ -83,6 +83,9 @@ class TierReadBack:
             make_group(spec, manager.block_pool, group_id, manager.alignment)
             for group_id, spec in enumerate(manager.groups)
         ]
+        for group_id, spec in enumerate(manager.groups):
+            if spec.is_cacheable:
+                tiered_cache.note_block_size(group_id, spec.block_size)
         lookup = TierLookup(tiered_cache)
         self._prefixes: HostPrefixes[BlockHashWithGroupId] = HostPrefixes(
             lookup, self._groups, manager.alignment

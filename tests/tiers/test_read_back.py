@@ -284,6 +284,41 @@ def test_written_through_blocks_need_no_copy_when_they_go(tmp_path, groups):
     invariants.check(engine.read_back)
 
 
+def test_blocks_cached_after_their_step_are_stored_if_they_are_taken_before_the_next_flush(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
+    engine.schedule(request, 17)
+    engine.run()
+    engine.manager.free(request)
+    assert engine.start(engine.make_request("other", range(900, 931))) == (0, 0)
+    engine.run()
+    assert engine.where(request) == "HHHH"
+    engine.check_cached()
+    invariants.check(engine.read_back)
+
+
+def test_blocks_cached_after_their_step_are_written_through_by_the_next_flush(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
+    engine.schedule(request, 17)
+    engine.run()
+    engine.cache.flush()
+    assert set(engine.cache.tiers[0].list_keys()) == set(engine.keys_of(request))
+    engine.check_cached()
+
+
+def test_blocks_that_are_taken_before_the_step_that_was_to_write_them_are_not_stored(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17) is not None
+    engine.manager.free(request)
+    engine.compute(engine.make_request("other", range(900, 931)))
+    assert engine.where(request) == "----"
+    engine.check_cached()
+
+
 def test_partial_blocks_are_not_stored(tmp_path):
     engine = make_engine(tmp_path, groups=(FullAttentionSpec(block_size=8),))
     request = engine.make_request("a", range(21))
