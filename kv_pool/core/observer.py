@@ -5,6 +5,7 @@ from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.kv_events import BlockStored
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 
 
@@ -45,6 +46,16 @@ class ColderTiers(Protocol):
         Args:
             num_cached_blocks: blocks of the request before the first of these.
             block_size: tokens per block of this group.
+        """
+
+    def on_block_arrived(self, block: KVCacheBlock, block_size: int | None, told: BlockStored | None) -> None:
+        """This block has content that was computed elsewhere or before, and can be hit by its keys now.
+
+        Told by who brought it, such as a migration, after the pool's own events.
+
+        Args:
+            block_size: tokens per block of its group; None if that is not known.
+            told: an event about its first key alone; None with events off, or if nothing is known.
         """
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.migration.site import OfferedBlock
@@ -31,7 +32,7 @@ def insert_keys(
     offered: OfferedBlock,
     find_block_size: Callable[[int], int],
 ) -> None:
-    """Let a block be hit by what its original is hit by: one `BlockStored` for each key.
+    """Let a block be hit by what its original is hit by: one `BlockStored` for each key; tiers are told.
 
     Args:
         block: in use, with the original's content.
@@ -39,22 +40,23 @@ def insert_keys(
 
     The events have the original's tokens where the source knows them, and no tokens otherwise.
     """
-    for key in offered.keys:
-        typed_key = BlockHashWithGroupId(key)
-        pool._insert_block_hash(typed_key, block, offered.num_tokens)
+
+    def make_event(key: BlockHashWithGroupId, make: Any = None) -> Any:
+        parent = None if offered.parent is None else BlockHash(offered.parent)
+        group_id = get_group_id(key)
+        known = KnownTokens(list(offered.token_ids))
+        return pool._make_stored(
+            known, [get_block_hash(key)], parent, 0, find_block_size(group_id), group_id, make
+        )
+
+    keys = [BlockHashWithGroupId(key) for key in offered.keys]
+    for key in keys:
+        pool._insert_block_hash(key, block, offered.num_tokens)
         if pool.enable_kv_cache_events:
-            parent = None if offered.parent is None else BlockHash(offered.parent)
-            group_id = get_group_id(typed_key)
-            pool.kv_event_queue.append(
-                pool._make_stored(
-                    KnownTokens(list(offered.token_ids)),
-                    [get_block_hash(typed_key)],
-                    parent,
-                    0,
-                    find_block_size(group_id),
-                    group_id,
-                )
-            )
+            pool.kv_event_queue.append(make_event(key))
+    if keys and pool.colder_tiers is not None:
+        told = make_event(keys[0], BlockStored) if pool.enable_kv_cache_events else None
+        pool.colder_tiers.on_block_arrived(block, find_block_size(get_group_id(keys[0])), told)
 
 
 def list_keys(pool: BlockPoolCore, block: KVCacheBlock) -> tuple[bytes, ...]:

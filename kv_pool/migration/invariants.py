@@ -2,11 +2,12 @@
 
     M1  a transfer that is lent has its blocks pinned by a lease to read, as long as the lease is not over
     M2  what a pull is to read into is lent to it for writing, and is not cached, until it is inserted
-    M3  a pull that has ended has no room and no lease; one in doubt has room, and writes nothing
+    M3  a pull that has ended has no room and no lease to write; one in doubt has room, and writes nothing
     M4  a transfer that was acknowledged, cancelled or has expired is not lent
     M5  a lease to write that belongs to no pull is one whose transfer may still write: nothing else is
     M6  a block that is lent has the generation that it was offered with
     M7  a block has at least as many references as leases and rooms name it
+    M8  what a pull holds on is all that has arrived, by a lease to read: it has no room any more
 
 Of a `ManagerSite`, whose other references are known, M7 is exact: see `check_manager_site`.
 """
@@ -32,7 +33,7 @@ from kv_pool.migration.target import Pull
 def check(
     site: MigrationSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]
 ) -> None:
-    """Verify M1 to M7, those of the leases, and the pool's own. The site's lock is held. O(blocks).
+    """Verify M1 to M8, those of the leases, and the pool's own. The site's lock is held. O(blocks).
 
     Args:
         pulls: all that run, at least.
@@ -71,7 +72,7 @@ def check_source(source: SourceTransfers) -> None:
 
 
 def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
-    """M2, M3, M5."""
+    """M2, M3, M5, M8."""
     written: list[Lease] = list(unsettled)
     for pull in pulls:
         room, lease = pull.room, pull.lease
@@ -80,6 +81,11 @@ def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[
             raise CorruptedPoolError(f"M3: {name}, has room or a lease")
         if pull.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
             raise CorruptedPoolError(f"M3: {name}, has no room, or still writes")
+        held = pull.held
+        if held is not None and (
+            room is not None or held.kind is not LeaseKind.READ or len(held.blocks) != len(pull.new_ids)
+        ):
+            raise CorruptedPoolError(f"M8: {held!r} is not about what has arrived by {name}")
         if lease is None:
             continue
         written.append(lease)

@@ -58,6 +58,13 @@ class Migration(ABC):
     def cancel(self) -> bool:
         """Give it up: the source keeps what it has, the target nothing. False: it is too late."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """What `fetch(..., hold_s=...)` has brought need not be held any longer: it is used, or not wanted.
+
+        Twice is harmless, and so it is when the time is over. Before it has arrived: it will not be held.
+        """
+
     def get_status(self) -> MigrationStatus:
         """How far it is, now."""
         counts, error = self.counts, self.error
@@ -149,6 +156,9 @@ class IncomingMigration(Migration):
     def cancel(self) -> bool:
         return self.pull.cancel()
 
+    def release(self) -> None:
+        self.pull.release()
+
     def assume_source_gone(self) -> bool:
         """Of one in doubt: the source is gone for good, or was told to forget the subject. It is ours then.
 
@@ -219,6 +229,9 @@ class OutgoingMigration(Migration):
 
     def cancel(self) -> bool:
         return not self._phase.is_ended and self._cancel()
+
+    def release(self) -> None:
+        """Nothing is held here: blocks that were lent are the source's own."""
 
     def note_lent(self, num_blocks: int) -> None:
         """The target has asked for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -158,6 +159,8 @@ class Migrator:
         self._lock = threading.Lock()
         self._migrations: OrderedDict[bytes, Migration] = OrderedDict()
         self._ended: deque[bytes] = deque()
+        # Pulls that hold what has arrived, and may be forgotten as migrations before it is released.
+        self._holding: list[Pull] = []
         self._is_running = False
         self._is_stopped = False
 
@@ -178,7 +181,7 @@ class Migrator:
         self._is_running = True
 
     def stop(self) -> None:
-        """End: cancel what can be cancelled, take back what is lent, hang up.
+        """End: cancel what can be cancelled, take back what is lent, release what is held, hang up.
 
         A move whose source has not answered is asked about for another lease; without an answer its blocks
         stay in the pool as cached copies, and the sequence is not taken over. Blocks that a broken transfer
@@ -204,6 +207,8 @@ class Migrator:
             self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
         for workers in (self._pullers, self._pushers, self._askers):
             workers.stop()
+        for pull in self._holding:
+            pull.release()
         self._links.close()
         for backend in self._backends:
             backend.close()
@@ -270,6 +275,7 @@ class Migrator:
         *,
         is_move: bool = False,
         max_bytes_per_s: float | None = None,
+        hold_s: float = 0.0,
     ) -> Migration:
         """Get something from another node.
 
@@ -277,12 +283,18 @@ class Migrator:
             source: the node's name.
             is_move: the source gives it up; a prefix is copied in any case.
             max_bytes_per_s: for this migration; None for the node's limit only.
+            hold_s: for so long after it has arrived its blocks are in use, and so stay here: time to admit a
+                request that starts with them. Ended before by `Migration.release`, or when the node stops.
         Raises:
-            InvalidArgumentError: a limit that is negative, a prefix that is to be moved.
+            InvalidArgumentError: a limit or a time that is negative, a prefix that is to be moved.
             MigrationError: this node does not run.
             What else goes wrong is raised by `Migration.wait`.
         """
-        return self._start_pull(secrets.token_bytes(16), subject, source, is_move, max_bytes_per_s or 0.0)
+        if not 0 <= hold_s < math.inf:
+            raise InvalidArgumentError(f"hold_s is {hold_s}; it is a number of seconds, 0 for not at all")
+        return self._start_pull(
+            secrets.token_bytes(16), subject, source, is_move, max_bytes_per_s or 0.0, hold_s
+        )
 
     def migrate(
         self,
@@ -342,6 +354,7 @@ class Migrator:
             pulls = [
                 found.pull for found in self._migrations.values() if isinstance(found, IncomingMigration)
             ]
+            pulls += [pull for pull in self._holding if pull.transfer_id not in self._migrations]
         with self.site.lock:
             invariants.check(self.site, self._source, pulls, self._housekeeping.list_unsettled())
 
@@ -419,12 +432,18 @@ class Migrator:
             )
 
     def _start_pull(
-        self, transfer_id: bytes, subject: Subject, source: str, is_move: bool, max_bytes_per_s: float
+        self,
+        transfer_id: bytes,
+        subject: Subject,
+        source: str,
+        is_move: bool,
+        max_bytes_per_s: float,
+        hold_s: float = 0.0,
     ) -> Migration:
         self._check_can_start(subject, is_move)
         limit = RateLimit(max_bytes_per_s, self._clock)
         peer = _PeerOfPull(self, source)
-        pull = Pull(self._settings, peer, transfer_id, subject, is_move, limit)
+        pull = Pull(self._settings, peer, transfer_id, subject, is_move, limit, hold_s)
         migration = IncomingMigration(pull, source, self.lease_s)
         with self._lock:
             known = self._migrations.get(transfer_id)
@@ -438,6 +457,9 @@ class Migrator:
     def _note_pull(self, pull: Pull) -> None:
         with self._lock:
             migration = self._migrations[pull.transfer_id]
+            if pull.is_holding():
+                self._holding = [one for one in self._holding if one.is_holding()]
+                self._holding.append(pull)
         self._note_migration(migration)
 
     def _note_transfer(self, transfer: Transfer) -> None:

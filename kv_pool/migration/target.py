@@ -140,6 +140,8 @@ class Pull:
         error: what it failed with; of one in doubt what the source's answer is missing for.
         new_ids: of one that is done, in the order of the offer.
         room, lease: what it holds of the pool, None for nothing. Behind the site's lock.
+        held: the lease to read by which what has arrived stays for `hold_s`, None for none; over when its
+            deadline has passed, or after `release`. Behind the site's lock.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Pull:
         subject: Subject,
         is_move: bool,
         limit: RateLimit,
+        hold_s: float = 0.0,
     ) -> None:
         self.transfer_id = transfer_id
         self.subject = subject
@@ -160,6 +163,8 @@ class Pull:
         self.new_ids: list[int] = []
         self.room: Room | None = None
         self.lease: Lease | None = None
+        self.held: Lease | None = None
+        self._hold_s = hold_s
         self._settings = settings
         self._site = settings.site
         self._peer = peer
@@ -199,6 +204,19 @@ class Pull:
             self._stop(error)
         except MigrationError:
             return
+
+    def release(self) -> None:
+        """Hold what has arrived no longer, or not at all. Nothing happens if it is not held any more."""
+        with self._site.lock:
+            self._hold_s = 0.0
+            held, self.held = self.held, None
+            if held is not None and held.state is LeaseState.ACTIVE:
+                held.give_back()
+
+    def is_holding(self) -> bool:
+        """Is what has arrived held still?"""
+        held = self.held
+        return held is not None and held.state is LeaseState.ACTIVE
 
     def assume_source_gone(self) -> bool:
         """The source uses the blocks no more, and will not say so: they are ours. False if not in doubt."""
@@ -332,7 +350,14 @@ class Pull:
             try:
                 with self._site.lock:
                     room = self._get_room()
-                    self._site.adopt(self.subject, offer.blocks, room, offer.state)
+                    held = self._hold(room)
+                    try:
+                        self._site.adopt(self.subject, offer.blocks, room, offer.state)
+                    except BaseException:
+                        if held is not None:
+                            held.give_back()
+                        raise
+                    self.held = held
                     self.new_ids = [block.block_id for block in room.blocks]
                     self.room = None
             except Exception as error:
@@ -340,6 +365,14 @@ class Pull:
                 return
             self.error = None
             self._enter(MigrationPhase.DONE)
+
+    def _hold(self, room: Room) -> Lease | None:
+        """Lend what has arrived to whoever asked for it, so that it stays cached until he uses it. Locked."""
+        if not self._hold_s or not room.blocks:
+            return None
+        deadline = self._settings.clock() + self._hold_s
+        holder = f"who fetched transfer {self.transfer_id.hex()}"
+        return self._site.leases.lend(room.blocks, deadline, holder, LeaseKind.READ)
 
     def _end_with_copy(self, error: Exception) -> None:
         """The subject is not ours; what was inserted may be hit, and is right."""

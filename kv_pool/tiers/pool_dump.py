@@ -19,7 +19,7 @@ from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.dump.dump_reader import BATCH_BYTES, DumpedBlocks, PoolDumpHeader, open_dump
 from kv_pool.tiers.dump.records import RecordKind, RecordWriter, replace_file
 from kv_pool.tiers.dump.rows import UNKNOWN, collect_rows, encode_rows, list_copies
-from kv_pool.tiers.dump.told_blocks import encode_events, make_events
+from kv_pool.tiers.dump.told_blocks import encode_events, make_events, name_key, split_events
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +150,10 @@ def load_pool(
         CopyFailedError: the storage did not take the bytes.
         In all cases the pool is as it was; blocks of the storage, all free and empty, may hold anything.
 
-    With events on, the pool tells of a clear, and of all blocks that it has now: with tokens, parents before
-    children, where the state of the stream was dumped, by their hashes alone where not.
-    Colder tiers are not told; an observer is told that the blocks were taken.
+    With events on, the pool tells of a clear, before what else it has to tell, and of all blocks that it has
+    now: with tokens, parents before children, where the state of the stream was dumped, by their hashes alone
+    where not. Colder tiers are told as of blocks that arrive: put them below the pool before. An observer is
+    told that the blocks were taken.
     Cost: reads the file once; some 300 bytes of memory for each cached block, more with tokens.
     """
     layout = _find_layout(pool, storage, layout)
@@ -169,7 +170,14 @@ def load_pool(
     pool.num_evictions += header.num_evictions
     if pool.enable_kv_cache_events:
         keys = [key for block_keys in dumped.rows.keys[num_dropped:] for key in block_keys]
-        pool.kv_event_queue.extend(make_events(pool, keys, dumped.stores))
+        cleared, *stored = make_events(pool, keys, dumped.stores)
+        pool.kv_event_queue.insert(0, cleared)  # what tiers told before is true yet
+        pool.kv_event_queue.extend(stored)
+    if pool.colder_tiers is not None:
+        labels = split_events(pool, dumped.stores) if pool.enable_kv_cache_events else {}
+        for block in (pool.blocks[block_id] for block_id in new_ids):
+            told = labels.get(name_key(pool, block.block_hash))
+            pool.colder_tiers.on_block_arrived(block, None, told)
     old_ids = np.array(dumped.rows.ids[num_dropped:], np.int64)
     return LoadedPool(header, old_ids, np.array(new_ids, np.int64), num_dropped)
 

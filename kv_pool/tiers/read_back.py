@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -19,6 +19,12 @@ from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.tiers.read_back_plan import ReadBackPlan
 from kv_pool.tiers.tier_lookup import TierLookup
 from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class AdmittableRequest(SchedulableRequest, Protocol):
+    """A request that is told how much of it is computed."""
+
+    num_computed_tokens: int
 
 
 class TierHit(NamedTuple):
@@ -55,12 +61,12 @@ class ReadBackStatistics(msgspec.Struct):
 class TierReadBack:
     """Finds prefixes in the tiers of a manager's pool, and reads them into blocks of requests.
 
-        prefix = manager.get_computed_blocks(request)
-        hit = read_back.find_prefix(request, prefix)
-        if hit.num_tokens:
-            plan = read_back.plan_read_back(request, hit, prefix, num_new_tokens=...)
-            if plan is not None and plan.apply():
-                request.num_computed_tokens = plan.num_computed_tokens
+        found = read_back.admit(request)
+        if found is not None:
+            print(found["GPU"], "tokens were on the device,", found["CPU"], "come from host memory")
+
+    `admit` is all of it. In pieces: `get_computed_blocks` of the manager, `find_prefix`, `plan_read_back` or
+    `allocate_slots`.
 
     All KV cache groups take part, those with windows, chunks or states as well: of these only the blocks are
     read that the next token attends to.
@@ -83,6 +89,9 @@ class TierReadBack:
             make_group(spec, manager.block_pool, group_id, manager.alignment)
             for group_id, spec in enumerate(manager.groups)
         ]
+        for group_id, spec in enumerate(manager.groups):
+            if spec.is_cacheable:
+                tiered_cache.note_block_size(group_id, spec.block_size)
         lookup = TierLookup(tiered_cache)
         self._prefixes: HostPrefixes[BlockHashWithGroupId] = HostPrefixes(
             lookup, self._groups, manager.alignment
@@ -129,6 +138,54 @@ class TierReadBack:
         return msgspec.structs.replace(counts, num_tokens_by_medium=dict(counts.num_tokens_by_medium))
 
     # ---- reading ---------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        request: AdmittableRequest,
+        num_new_tokens: int | None = None,
+        *,
+        max_prefix_tokens: int | None = None,
+        delay_cache_blocks: bool = False,
+        **options: Any,
+    ) -> dict[str, int] | None:
+        """Let a request start: with what the device has of it, what tiers have after that, and new blocks.
+
+            |<- device ->|<- tiers ->|<- num_new_tokens ->|
+            |  touched   |   read    |   to be computed   |
+
+        Args:
+            request: without blocks. Its `num_computed_tokens` is set: so many need not be computed.
+            num_new_tokens: slots for no more tokens to be computed than this; None for all that are left.
+            max_prefix_tokens: start with no more than this; None for all tokens but the last.
+            delay_cache_blocks: blocks that are to be computed become findable by `cache_blocks`, and not now.
+            options: for `allocate_slots`, such as `num_lookahead_tokens`.
+        Returns:
+            How many tokens come from where, by medium; their sum is `num_computed_tokens`. None if there is
+            no room, with nothing changed.
+        Raises:
+            CopyFailedError: the device did not take the bytes. The request has no blocks.
+            What `get_computed_blocks`, `plan_read_back` and `allocate_slots` raise, with nothing changed.
+        What can not be read is not found any more, and the request starts with what is left.
+        """
+        while True:
+            prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
+            hit = self.find_prefix(request, prefix, max_prefix_tokens)
+            num_found = prefix.num_tokens + hit.num_tokens
+            num_left = request.num_tokens - num_found
+            num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
+            if not hit.num_tokens:
+                options["delay_cache_blocks"] = delay_cache_blocks
+                if self.manager.allocate_slots(request, num_new, prefix, **options) is None:
+                    return None
+                self.note_started(prefix)
+                break
+            plan = self.plan_read_back(request, hit, prefix, num_new_tokens=num_new, **options)
+            if plan is None:
+                return None
+            if plan.apply():
+                break
+        request.num_computed_tokens = num_found
+        return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
     def plan_read_back(
         self,

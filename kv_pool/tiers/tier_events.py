@@ -32,9 +32,9 @@ class Label(NamedTuple):
 class TierEvents:
     """Writes events of tiers into the pool's queue, so that they come in the order in which things happened.
 
-    What is told of a block is remembered from when it was cached: its parent, its tokens and the rest. Of a
-    block that was not cached here, such as one that a folder had already, only the hash is told, with no
-    tokens and a `block_size` of 0.
+    What is told of a block is remembered from when it was cached, or arrived: its parent, its tokens and the
+    rest. Of a block that was never on the device, such as one that a folder had already, only the hash is
+    told, with no tokens and a `block_size` of 0.
 
     Of blocks that are stored together those with fewer tokens before them come first.
     """
@@ -65,6 +65,10 @@ class TierEvents:
         for position, block_hash in enumerate(hashes):
             key = BlockHashWithGroupId(block_hash + suffix)
             self._labels[key] = Label(span, position, start + position * block_size)
+
+    def note_arrived(self, key: BlockHashWithGroupId, told: BlockStored, depth: int) -> None:
+        """Remember what an event about this block alone said of it; `depth` tokens are before it."""
+        self._labels[key] = Label(told, 0, depth)
 
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """These keys are in a tier of this medium now, and were not before."""

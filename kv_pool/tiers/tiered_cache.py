@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
@@ -49,7 +51,8 @@ class TieredCache:
         storage: the bytes of its blocks; None for a pool without, and tiers that have none either.
         tiers: warmest first.
         write: `back` stores a block when the pool takes it anew; `through` also as soon as it is cached and
-            written, so that nothing is left to copy then.
+            written, so that nothing is left to copy then. A block is written when it is cached if its
+            request's `num_computed_tokens` covers it, and else after the next step.
         max_prefetch_blocks: blocks that are read ahead at a time, at most; 0 for no reading ahead.
         enable_events: what tiers gain and lose is told among the pool's events, which have to be on.
 
@@ -175,21 +178,33 @@ class TieredCache:
         group_id: int,
     ) -> None:
         """See `ColderTiers`."""
-        suffix = group_id.to_bytes(4, "big")
-        if self._block_size_of.get(suffix) != block_size:
-            self._block_size_of[suffix] = block_size
-            self._has_partial = block_size != self.block_pool.hash_block_size or self._has_partial
+        self.note_block_size(group_id, block_size)
         if self._events is not None:
             self._events.note_cached(request, hashes, num_cached_blocks, block_size, group_id)
-            if self._events.is_crowded():
-                on_device = self.block_pool.cached_block_hash_to_block._cache
-                self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
+            self._forget_labels()
         if self.writes_through and self.storage is not None:
-            for block in blocks:
+            num_written = getattr(request, "num_computed_tokens", 0) // block_size
+            for position, block in enumerate(blocks, start=num_cached_blocks):
                 if not block.is_null:
-                    self._unwritten[block.block_hash] = (block, block.generation)
+                    queue = self._written if position < num_written else self._unwritten
+                    queue[block.block_hash] = (block, block.generation)
         elif self.writes_through:
             self._store(0, [block.block_hash for block in blocks if not block.is_null], None, ())
+
+    def on_block_arrived(self, block: KVCacheBlock, block_size: int | None, told: BlockStored | None) -> None:
+        """See `ColderTiers`."""
+        key = block.block_hash
+        if block_size is not None:
+            self.note_block_size(get_group_id(key), block_size)
+        if self._events is not None and told is not None:
+            self._events.note_arrived(key, told, max(0, (block.block_hash_num_tokens or 0) - told.block_size))
+            self._forget_labels()
+        if not self.writes_through or (self._has_partial and not self._is_full(block)):
+            return
+        if self.storage is None:
+            self._store(0, [key], None, ())
+        else:
+            self._written[key] = (block, block.generation)
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
         """See `ColderTiers`."""
@@ -201,7 +216,8 @@ class TieredCache:
         for block in blocks:
             key = block.block_hash
             if self.writes_through:
-                self._written.pop(key, None)
+                if key in self._written and self._written[key][0] is block:
+                    del self._written[key]  # it is copied out with what is pending
                 if key in self._unwritten and self._unwritten[key][0] is block:
                     del self._unwritten[key]
                     continue  # taken back before the step that was to write it
@@ -223,6 +239,16 @@ class TieredCache:
             self._events.clear()
         for tier in self.tiers:
             tier.clear()
+
+    def note_block_size(self, group_id: int, block_size: int) -> None:
+        """A group's blocks hold so many tokens. Learned from what is cached, and told by `TierReadBack`.
+
+        Keys that cover another number of tokens are those of partial blocks, which are not stored.
+        """
+        suffix = group_id.to_bytes(4, "big")
+        if self._block_size_of.get(suffix) != block_size:
+            self._block_size_of[suffix] = block_size
+            self._has_partial = block_size != self.block_pool.hash_block_size or self._has_partial
 
     # ---- storing ---------------------------------------------------------------------------------
 
@@ -371,6 +397,12 @@ class TieredCache:
         return left
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _forget_labels(self) -> None:
+        """Let events know nothing more of blocks that are nowhere, once there are too many of these."""
+        if self._events is not None and self._events.is_crowded():
+            on_device = self.block_pool.cached_block_hash_to_block._cache
+            self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
 
     def _is_full(self, block: KVCacheBlock) -> bool:
         """Is the block's key that of all its tokens?"""

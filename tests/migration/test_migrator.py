@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine, make_node
+from migration.made_nodes import BLOCK_SIZE, HASHER, Clock, MadeEngine, make_node
 
 from kv_pool import (
     BlockHasher,
@@ -437,6 +437,69 @@ def test_a_node_that_stops_takes_back_what_it_lends(make_pair, over):
     gate.opened.set()
     with pytest.raises(MigrationError):
         migration.wait(PATIENCE_S)
+    pair.check()
+
+
+def test_what_was_fetched_is_held_until_it_is_released(make_pair, over):
+    pair = make_pair(over)
+    request = pair.a.start("r", range(12))
+    subject = PrefixSubject(tuple(request.block_hashes))
+    migration = pair.node_b.fetch(subject, "a", hold_s=600.0)
+    assert migration.wait(PATIENCE_S) == [1, 2, 3]
+    with pair.b.lock:
+        assert pair.b.pool.get_num_free_blocks() == 28
+    pair.node_b.check_invariants()
+    migration.release()
+    migration.release()
+    assert pair.b.pool.get_num_free_blocks() == 31
+    pair.check()
+    for hold_s in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidArgumentError, match="hold_s is"):
+            pair.node_b.fetch(subject, "a", hold_s=hold_s)
+
+
+class HeardClock(Clock):
+    """Lets a test wait until it was asked for the time so many times more."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = threading.Semaphore(0)
+
+    def __call__(self):
+        self.asked.release()
+        return super().__call__()
+
+    def wait_for(self, num_calls):
+        while self.asked.acquire(blocking=False):
+            pass
+        for _ in range(num_calls):
+            assert self.asked.acquire(timeout=PATIENCE_S)
+
+
+def test_housekeeping_ends_what_is_held(make_pair):
+    clock = HeardClock()
+    pair = make_pair(a={"clock": clock}, b={"clock": clock}, clock=clock, lease_s=0.2)
+    request = pair.a.start("r", range(12))
+    migration = pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a", hold_s=60.0)
+    migration.wait(PATIENCE_S)
+    clock.now += 59.0
+    clock.wait_for(30)  # some rounds of both nodes' housekeeping
+    with pair.b.lock:
+        assert pair.b.pool.get_num_free_blocks() == 28
+    clock.now += 1.0
+    clock.wait_for(30)
+    with pair.b.lock:
+        assert pair.b.pool.get_num_free_blocks() == 31
+    migration.release()
+    pair.check()
+
+
+def test_a_node_that_stops_releases_what_it_holds(make_pair, over):
+    pair = make_pair(over)
+    request = pair.a.start("r", range(12))
+    pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a", hold_s=600.0).wait(PATIENCE_S)
+    pair.node_b.stop()
+    assert pair.b.pool.get_num_free_blocks() == 31
     pair.check()
 
 

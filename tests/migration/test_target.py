@@ -1,12 +1,13 @@
 """What a target does when one thing goes wrong, one at a time; all at once: `test_transfers_random.py`."""
 
 import pytest
-from migration.made_nodes import Clock, MadeEngine
+from migration.made_nodes import HASHER, Clock, MadeEngine
 from migration.test_transfers_random import Inline
 
 from kv_pool import InvalidArgumentError, StaleLeaseError
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.errors import (
+    CorruptedPoolError,
     MigrationCancelledError,
     MigrationInDoubtError,
     PeerUnavailableError,
@@ -29,7 +30,7 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.source import SourceTransfers, make_epoch
 from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import SequenceSubject
+from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull, PullSettings
 from kv_pool.migration.transfer_backend import ReadCount
 
@@ -44,7 +45,7 @@ class Bench:
     something that happens after it was answered. `at_phase` says what happens when a phase is entered.
     """
 
-    def __init__(self, is_move=True):
+    def __init__(self, is_move=True, subject=None, hold_s=0.0):
         self.clock = Clock()
         self.source, self.target = MadeEngine(16, self.clock), MadeEngine(16, self.clock)
         self.source.start("r", range(10))
@@ -70,9 +71,10 @@ class Bench:
             ),
             self,
             b"sixteen letters!",
-            SequenceSubject("r"),
+            SequenceSubject("r") if subject is None else subject,
             is_move,
             RateLimit(0.0, self.clock),
+            hold_s,
         )
 
     def start_source(self, life):
@@ -371,11 +373,85 @@ def test_a_copy_is_ours_whatever_becomes_of_the_acknowledgement(trouble):
     bench.check(at_source=True, at_target=True)
 
 
+# ---- what has arrived is held ----------------------------------------------------------------------
+
+
+def take_all_that_is_free(engine):
+    """Whatever is cached and free loses its content."""
+    taken = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+    engine.pool.free_blocks(taken)
+
+
+@pytest.mark.parametrize("end", ["released", "expired", "released later"])
+def test_what_has_arrived_can_not_be_evicted_as_long_as_it_is_held(end):
+    bench = Bench(is_move=False, subject=PrefixSubject(tuple(HASHER.hash_blocks(range(10)))), hold_s=5.0)
+    bench.pull.run()
+    bench.check(at_source=True, at_target=False, num_free=13)
+    bench.clock.now += 4.9
+    bench.target.site.leases.expire()
+    take_all_that_is_free(bench.target)
+    assert bench.pull.is_holding()
+    assert bench.target.check_prefix(range(10)) == 2
+    if end == "released":
+        bench.pull.release()
+    else:
+        bench.clock.now += 0.2
+        (lease,) = bench.target.site.leases.expire()
+        assert lease is bench.pull.held
+    if end == "released later":
+        bench.pull.release()
+    assert not bench.pull.is_holding()
+    bench.pull.release()
+    bench.check(at_source=True, at_target=False, num_free=15)
+    assert bench.target.check_prefix(range(10)) == 2
+    take_all_that_is_free(bench.target)
+    assert bench.target.check_prefix(range(10)) == 0
+
+
+def test_a_request_that_starts_with_what_is_held_keeps_it():
+    bench = Bench(is_move=False, subject=PrefixSubject(tuple(HASHER.hash_blocks(range(10)))), hold_s=5.0)
+    bench.pull.run()
+    bench.target.start("next", range(10))
+    bench.pull.release()
+    take_all_that_is_free(bench.target)
+    bench.check(at_source=True, at_target=False, num_free=12)
+    bench.target.check_bytes("next")
+
+
+def test_what_was_released_before_it_arrived_is_not_held():
+    bench = Bench(is_move=False, hold_s=5.0)
+    bench.at_phase = {MigrationPhase.READING: bench.pull.release}
+    bench.pull.run()
+    assert bench.pull.held is None
+    bench.check(at_source=True, at_target=True, num_free=12)
+
+
+def test_nothing_is_held_of_a_migration_that_failed_or_had_no_blocks():
+    bench = Bench(hold_s=5.0)
+    bench.target.site._adopt_request = None
+    bench.trouble = {AskChecksums: [LOST, LOST, LOST]}
+    bench.pull.run()
+    assert bench.pull.phase is MigrationPhase.FAILED
+    bench.check(at_source=True, at_target=False, num_free=15)
+    nothing = Bench(is_move=False, subject=PrefixSubject(()), hold_s=5.0)
+    nothing.pull.run()
+    assert nothing.pull.phase is MigrationPhase.DONE
+    assert not nothing.pull.is_holding()
+
+
+def test_the_invariants_notice_a_hold_of_something_else():
+    bench = Bench(is_move=False, hold_s=5.0)
+    bench.pull.run()
+    bench.pull.new_ids = bench.pull.new_ids[:1]
+    with pytest.raises(CorruptedPoolError, match="M8"):
+        check_pulls(bench.target.site, [bench.pull], [])
+
+
 # ---- others --------------------------------------------------------------------------------------
 
 
 def test_a_scheduler_that_does_not_take_the_request_over_ends_the_migration():
-    bench = Bench()
+    bench = Bench(hold_s=5.0)
 
     def refuse(request_id, state):
         raise KeyError(request_id)
@@ -385,6 +461,7 @@ def test_a_scheduler_that_does_not_take_the_request_over_ends_the_migration():
     assert bench.pull.phase is MigrationPhase.FAILED
     assert isinstance(bench.pull.error, KeyError)
     assert not bench.target.manager.holds_blocks("r")
+    assert bench.target.site.leases.list_leases() == []
     assert bench.target.pool.get_num_free_blocks() == 15
 
 

@@ -3,11 +3,16 @@
 import pytest
 from migration.made_nodes import HASHER, MadeEngine, make_node
 
-from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool import BlockPool, BlockStored, Request
+from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
+from kv_pool.migration.arriving_keys import insert_keys
+from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
+PATIENCE_S = 30.0
 OLD, NEW = list(range(16)), list(range(100, 112))
 
 
@@ -21,9 +26,9 @@ def test_tiers_get_the_old_bytes_of_blocks_that_a_migration_writes_to(subject):
     with make_node("source", source) as there, make_node("target", target) as here:
         here.connect(there)
         if subject == "prefix":
-            here.fetch(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), "source").wait(30.0)
+            here.fetch(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), "source").wait(PATIENCE_S)
         else:
-            here.fetch(SequenceSubject("new"), "source", is_move=True).wait(30.0)
+            here.fetch(SequenceSubject("new"), "source", is_move=True).wait(PATIENCE_S)
     tiers.flush()  # as the next step does
     assert target.check_prefix(NEW) == 3
     keys = [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(OLD)]
@@ -33,3 +38,75 @@ def test_tiers_get_the_old_bytes_of_blocks_that_a_migration_writes_to(subject):
         found = tiers.tiers[0].read([keys[position]])
         content = f"0 {OLD[: (position + 1) * 4]}"
         assert found.storage.read_block(found.block_ids[0]) == target.make_bytes(content)
+
+
+def list_keys(token_ids):
+    return [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(token_ids)]
+
+
+def test_what_arrives_is_written_through_and_told_with_its_parents():
+    source, target = MadeEngine(), MadeEngine()
+    host = HostTier(8, target.storage)
+    tiers = TieredCache(target.pool, target.storage, [host], "through", enable_events=True)
+    source.start("new", NEW)
+    with make_node("source", source) as there, make_node("target", target) as here:
+        here.connect(there)
+        here.fetch(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), "source").wait(PATIENCE_S)
+    tiers.flush()
+    assert host.list_keys() == list_keys(NEW)
+    for position, key in enumerate(host.list_keys()):
+        found = host.read([key])
+        assert found.storage.read_block(found.block_ids[0]) == target.make_bytes(
+            f"0 {NEW[: position * 4 + 4]}"
+        )
+    names = [make_external_block_hash(block_hash) for block_hash in HASHER.hash_blocks(NEW)]
+    told = [event for event in target.manager.take_events() if event.medium == "CPU"]
+    assert [(event.block_hashes, event.parent_block_hash) for event in told] == [
+        ([name], parent) for name, parent in zip(names, [None, *names], strict=False)
+    ]
+
+
+def test_what_a_source_says_of_a_block_is_told_of_it_when_it_goes_to_a_tier():
+    pool = BlockPool(3, True, 4, enable_kv_cache_events=True)
+    tiers = TieredCache(pool, None, [Tier(9)], enable_events=True)
+    first, second = HASHER.hash_blocks(range(8))
+    (block,) = pool.get_new_blocks(1)
+    key = make_block_hash_with_group_id(second, 0)
+    insert_keys(pool, block, OfferedBlock(7, 0, (key,), 8, first, (4, 5, 6, 7)), lambda group_id: 4)
+    pool.free_blocks([block])
+    pool.take_events()
+    pool.get_new_blocks(2)
+    stored = pool.take_events()[0]
+    assert stored == BlockStored(
+        [make_external_block_hash(second)],
+        make_external_block_hash(first),
+        [4, 5, 6, 7],
+        4,
+        None,
+        "CPU",
+        None,
+        extra_keys=[None],
+        group_idx=0,
+    )
+    assert key in tiers
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_how_large_blocks_of_a_group_are_is_learned_from_those_that_arrive(write):
+    pool = BlockPool(6, True, 4)
+    tiers = TieredCache(pool, None, [Tier(9)], write)
+    request = Request("a", range(8), HASHER)
+    pool.cache_full_blocks(request, blocks := pool.get_new_blocks(1), 0, 1, 8, 1)
+    pool.free_blocks(blocks)
+    sizes = [4, 8]
+    offers = [  # of group 0; of group 1 a full and a partial block
+        OfferedBlock(1, 0, (make_block_hash_with_group_id(HASHER.hash_blocks(range(4))[0], 0),), 4),
+        OfferedBlock(2, 0, (make_block_hash_with_group_id(HASHER.hash_blocks(range(50, 58))[1], 1),), 8),
+        OfferedBlock(3, 0, (make_block_hash_with_group_id(HASHER.hash_blocks(range(90, 94))[0], 1),), 4),
+    ]
+    for offered in offers:
+        (block,) = pool.get_new_blocks(1)
+        insert_keys(pool, block, offered, sizes.__getitem__)
+        pool.free_blocks([block])
+    pool.get_new_blocks(5)
+    assert [offered.keys[0] in tiers for offered in offers] == [True, True, False]

@@ -214,7 +214,8 @@ class World:
             lambda lease, reader: self.quarantined.append((lease, reader)),
         )
         transfer_id = self.random.randbytes(16)
-        pull = Pull(settings, self, transfer_id, subject, is_move, RateLimit(0.0, self.clock))
+        hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])
+        pull = Pull(settings, self, transfer_id, subject, is_move, RateLimit(0.0, self.clock), hold_s)
         self.pulls.append(pull)
         return pull
 
@@ -275,6 +276,8 @@ class World:
             self.random.choice(self.pulls).cancel()
         elif draw < 0.83 and self.pulls:
             self.random.choice(self.pulls).renew()
+        elif draw < 0.845 and self.pulls:
+            self.random.choice(self.pulls).release()
         elif draw < 0.86 and self.depth < 2:
             self.migrate()
         elif draw < 0.87:
@@ -378,6 +381,8 @@ class World:
             assert pull.phase.is_ended, pull.phase
         self.clock.now += 2 * LEASE_S
         self.source.transfers.expire()
+        self.target.site.leases.expire()
+        assert not any(pull.is_holding() for pull in self.pulls)
         for reader in list(self.late_readers):
             self.settle(reader)
         self.check()

@@ -20,7 +20,10 @@ from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
 from kv_pool.storage import KVStorage
 from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.pool_dump import dump_pool, load_pool, read_header
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tiered_cache import TieredCache
 
 HASHER = BlockHasher("sha256", block_size=4)
 POOLS = [BlockPool, RunBlockPool]
@@ -294,6 +297,59 @@ def test_each_copy_is_told_so_that_the_last_removal_counts(tmp_path):
     loaded.evict_blocks(ids(newer))
     mirror.apply("engine", after.apply(loaded.take_events()))
     assert mirror.find_prefix(request.block_hashes) == {}
+
+
+def test_tiers_are_told_what_was_said_of_loaded_blocks(tmp_path):
+    pool, requests, state = make_told_pool()
+    dump_pool(tmp_path / "pool", pool, stream_state=state)
+    loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
+    tiers = TieredCache(loaded, None, [Tier(20)], enable_events=True)
+    load_pool(tmp_path / "pool", loaded)
+    loaded.take_events()
+    loaded.get_new_blocks(9)
+    mirror = follow(loaded)
+    for request in requests:
+        assert mirror.find_prefix(list(request.block_hashes)) == {"engine": len(request.block_hashes)}
+        assert mirror.find_prefix_of_tokens(request.all_token_ids) == {"engine": request.num_tokens}
+    assert len(tiers.tiers[0]) == 8
+
+
+def test_what_tiers_had_before_is_not_forgotten_by_readers(tmp_path):
+    pool, requests, state = make_told_pool()
+    dump_pool(tmp_path / "pool", pool, stream_state=state)
+    tier = Tier(20)
+    only_there = make_request("r", 700, 8)
+    before = BlockPool(10, True, 4)
+    tiers = TieredCache(before, None, [tier], "through")
+    blocks = before.get_new_blocks(2)
+    before.cache_full_blocks(only_there, blocks, 0, 2, 4, 0)
+    before.colder_tiers = None  # the process ends, and the tier's folder is opened by the next one
+    del tiers
+    loaded = BlockPool(10, True, 4, enable_kv_cache_events=True)
+    TieredCache(loaded, None, [tier], enable_events=True)
+    load_pool(tmp_path / "pool", loaded)
+    mirror = follow(loaded)
+    assert mirror.find_prefix(list(only_there.block_hashes)) == {"engine": 2}
+    assert mirror.find_prefix(list(requests[0].block_hashes), medium="GPU") == {"engine": 3}
+
+
+def test_loaded_blocks_are_written_through_with_their_bytes(tmp_path):
+    pool, requests = make_pool()
+    storage = KVStorage.allocate(10, 4, 1, 1, 2)
+    for block in pool.blocks:
+        storage.write_block(block.block_id, bytes([block.block_id]) * storage.block_bytes)
+    dump_pool(tmp_path / "pool", pool, storage=storage)
+    loaded, target = BlockPool(10, True, 4), KVStorage.allocate(10, 4, 1, 1, 2)
+    host = HostTier(20, target)
+    tiers = TieredCache(loaded, target, [host], "through")
+    load_pool(tmp_path / "pool", loaded, storage=target)
+    tiers.flush()
+    assert len(host) == 8
+    for key in host.list_keys():
+        block = loaded.cached_block_hash_to_block.get_one_block(key)
+        read = host.read([key])
+        assert read.storage.read_block(read.block_ids[0]) == bytes([block.block_id]) * storage.block_bytes
+    assert sum(len(request.block_hashes) for request in requests) == 8
 
 
 def test_events_that_are_off_stay_off(tmp_path):

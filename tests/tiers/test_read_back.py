@@ -198,6 +198,56 @@ def test_a_block_that_cannot_be_read_makes_the_prefix_shorter(tmp_path):
     invariants.check(engine.read_back)
 
 
+def test_a_request_is_admitted_with_what_is_where(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    request = again(engine, first)
+    assert engine.read_back.admit(request) == {"GPU": 0, "CPU": 4, "STORAGE": 12}
+    assert request.num_computed_tokens == 16
+    assert len(engine.manager.get_block_ids(request.request_id)) == 5
+    same = engine.make_request("same", first.all_token_ids)
+    assert engine.read_back.admit(same, max_prefix_tokens=8) == {"GPU": 8, "CPU": 0, "STORAGE": 0}
+    assert same.num_computed_tokens == 8
+    assert engine.read_back.get_statistics().num_tokens_by_medium == {"GPU": 8, "CPU": 4, "STORAGE": 12}
+    invariants.check(engine.read_back)
+
+
+def test_where_a_block_can_not_be_read_a_request_is_admitted_with_the_blocks_before_it(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=1)
+    first, *_ = fill(engine, 4)
+    damage(engine, engine.keys_of(first)[2])
+    request = again(engine, first)
+    assert engine.read_back.admit(request, 3) == {"GPU": 0, "CPU": 0, "STORAGE": 8}
+    assert request.num_computed_tokens == 8
+    assert len(engine.manager.get_block_ids(request.request_id)) == 3
+    assert engine.read_back.get_statistics().num_unreadable == 1
+    invariants.check(engine.read_back)
+
+
+def test_blocks_that_are_still_to_be_computed_become_findable_when_they_are_cached(tmp_path):
+    engine = make_engine(tmp_path)
+    request = engine.make_request("a", range(9))
+    assert engine.read_back.admit(request, delay_cache_blocks=True) == {"GPU": 0, "CPU": 0, "STORAGE": 0}
+    assert engine.where(request) == "--"
+    engine.schedule(request, 9)
+    engine.run()
+    assert engine.where(request) == "DD"
+
+
+def test_a_request_without_room_is_not_admitted_and_nothing_changes(tmp_path):
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    engine.compute(engine.make_request("big", range(500, 525)))
+    statistics, num_free = engine.read_back.get_statistics(), engine.manager.get_num_free_blocks()
+    for request in (again(engine, first), engine.make_request("new", range(800, 817))):
+        assert engine.read_back.admit(request) is None
+        assert request.num_computed_tokens == 0
+        assert not engine.manager.holds_blocks(request.request_id)
+    assert engine.read_back.get_statistics() == statistics
+    assert engine.manager.get_num_free_blocks() == num_free
+    invariants.check(engine.read_back)
+
+
 def test_a_copy_that_breaks_off_aborts_the_plan(tmp_path):
     engine = make_engine(tmp_path, num_host_blocks=30)
     first, *_ = fill(engine, 4)
@@ -282,6 +332,41 @@ def test_written_through_blocks_need_no_copy_when_they_go(tmp_path, groups):
     engine.run()
     engine.check_cached()
     invariants.check(engine.read_back)
+
+
+def test_blocks_cached_after_their_step_are_stored_if_they_are_taken_before_the_next_flush(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
+    engine.schedule(request, 17)
+    engine.run()
+    engine.manager.free(request)
+    assert engine.start(engine.make_request("other", range(900, 931))) == (0, 0)
+    engine.run()
+    assert engine.where(request) == "HHHH"
+    engine.check_cached()
+    invariants.check(engine.read_back)
+
+
+def test_blocks_cached_after_their_step_are_written_through_by_the_next_flush(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
+    engine.schedule(request, 17)
+    engine.run()
+    engine.cache.flush()
+    assert set(engine.cache.tiers[0].list_keys()) == set(engine.keys_of(request))
+    engine.check_cached()
+
+
+def test_blocks_that_are_taken_before_the_step_that_was_to_write_them_are_not_stored(tmp_path):
+    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
+    request = engine.make_request("a", range(17))
+    assert engine.manager.allocate_slots(request, 17) is not None
+    engine.manager.free(request)
+    engine.compute(engine.make_request("other", range(900, 931)))
+    assert engine.where(request) == "----"
+    engine.check_cached()
 
 
 def test_partial_blocks_are_not_stored(tmp_path):

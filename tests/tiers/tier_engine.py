@@ -70,28 +70,13 @@ class TierEngine:
 
     def start(self, request, num_new_tokens=None):
         """Look up everywhere, allocate; tokens on the device and from tiers, or None if it does not fit."""
-        while True:
-            prefix = self.manager.get_computed_blocks(request)
-            hit = self.read_back.find_prefix(request, prefix)
-            if not hit.num_tokens:
-                break
-            num_left = request.num_tokens - prefix.num_tokens - hit.num_tokens
-            num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
-            plan = self.read_back.plan_read_back(request, hit, prefix, num_new_tokens=num_new)
-            if plan is None:
-                return None
-            if plan.apply():
-                request.num_computed_tokens = plan.num_computed_tokens
-                self.schedule(request, num_new)
-                return prefix.num_tokens, hit.num_tokens
-        num_left = request.num_tokens - prefix.num_tokens
-        num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
-        if self.manager.allocate_slots(request, num_new, prefix) is None:
+        found = self.read_back.admit(request, num_new_tokens)
+        if found is None:
             return None
-        self.read_back.note_started(prefix)
-        request.num_computed_tokens = prefix.num_tokens
-        self.schedule(request, num_new)
-        return prefix.num_tokens, 0
+        num_left = request.num_tokens - request.num_computed_tokens
+        self.schedule(request, num_left if num_new_tokens is None else min(num_new_tokens, num_left))
+        num_on_device = found.pop("GPU")
+        return num_on_device, sum(found.values())
 
     def grow(self, request, num_new_tokens):
         """Allocate for tokens of a request that holds blocks; False if they do not fit."""

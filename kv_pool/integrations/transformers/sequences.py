@@ -111,23 +111,15 @@ class PagedSequences:
         Raises:
             CopyFailedError: the device did not take what was read back. The request has no blocks.
         """
+        if self.read_back is not None:
+            found = self.read_back.admit(
+                request, max_prefix_tokens=max_prefix_tokens, delay_cache_blocks=True
+            )
+            return None if found is None else request.num_computed_tokens
         prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
         num_new_tokens = request.num_tokens - prefix.num_tokens
-        if self.read_back is not None:
-            hit = self.read_back.find_prefix(request, prefix, max_prefix_tokens)
-            if hit.num_tokens:
-                num_new_tokens -= hit.num_tokens
-                plan = self.read_back.plan_read_back(request, hit, prefix, num_new_tokens=num_new_tokens)
-                if plan is None:
-                    return None
-                if not plan.apply():  # a block could not be read, and is not found any more
-                    return self.admit(request, max_prefix_tokens)
-                request.num_computed_tokens = plan.num_computed_tokens
-                return plan.num_computed_tokens
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
             return None
-        if self.read_back is not None:
-            self.read_back.note_started(prefix)
         request.num_computed_tokens = prefix.num_tokens
         return prefix.num_tokens
 

@@ -13,7 +13,7 @@ from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 from kv_pool.events.stored_spans import take_positions
 from kv_pool.ids import BlockHashWithGroupId, ExternalBlockHash
 
-_Told = tuple[ExternalBlockHash, int]
+ToldKey = tuple[ExternalBlockHash, int]
 """A hash as events have it, and its group."""
 
 _DECODER = msgspec.msgpack.Decoder(list[AllBlocksCleared | BlockStored])
@@ -41,14 +41,14 @@ def make_events(
 
     What the snapshot does not know is stored without tokens, parent and adapter: its hash alone.
     """
-    counts: dict[_Told, int] = {}
+    counts: dict[ToldKey, int] = {}
     for key in keys:
-        told = _name(pool, key)
+        told = name_key(pool, key)
         counts[told] = counts.get(told, 0) + 1
     stores: list[BlockStored] = []
     again: list[BlockStored] = []
     for event in snapshot:
-        if (event.medium, event.locality, event.ownership) != (pool.medium, None, None):
+        if not _is_of(pool, event):
             continue
         group_id = event.group_idx or 0
         positions = []
@@ -69,11 +69,28 @@ def make_events(
     return [pool._cleared_type(), *(_convert(event, make_stored) for event in stores + again)]
 
 
-def _name(pool: BlockPool, key: BlockHashWithGroupId) -> _Told:
+def split_events(pool: BlockPool, snapshot: Sequence[BlockStored]) -> dict[ToldKey, BlockStored]:
+    """What the snapshot says of each block of the pool, as an event about this block alone."""
+    return {
+        (event.block_hashes[position], event.group_idx or 0): part
+        for event in snapshot
+        if _is_of(pool, event)
+        for position in range(len(event.block_hashes))
+        for part in take_positions(event, [position])
+    }
+
+
+def name_key(pool: BlockPool, key: BlockHashWithGroupId) -> ToldKey:
+    """A key as events have it."""
     block_hash = get_block_hash(key)
     return make_external_block_hash(block_hash) if pool.use_int_block_hashes else block_hash, get_group_id(
         key
     )
+
+
+def _is_of(pool: BlockPool, event: BlockStored) -> bool:
+    """Is it about blocks in the pool's own memory?"""
+    return (event.medium, event.locality, event.ownership) == (pool.medium, None, None)
 
 
 def _convert(event: BlockStored, make_stored: Callable[..., Any]) -> Any:
