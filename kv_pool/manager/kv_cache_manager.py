@@ -61,6 +61,10 @@ class KVCacheManager:
             hold some, so that these can grow.
         retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
 
+    Attributes:
+        taken_out: requests whose tables somebody has taken out and may put back, and what for: "it is being
+            moved to another node". Whoever does both says so here, for messages.
+
     A scheduler's step: `get_computed_blocks` once for a new request, `allocate_slots` before its tokens are
     computed, `take_block_copies` before the step runs, then `request.num_computed_tokens` counted up; `free`
     at the end or on preemption.
@@ -105,6 +109,7 @@ class KVCacheManager:
         )
         self._forgets: bool = any(group.forgets for group in self._groups)
         self._tables: dict[str, list[BlockTable]] = {}
+        self.taken_out: dict[str, str] = {}
         self._has_forks: bool = False
         self.copies: BlockCopies = BlockCopies(block_pool)
         self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
@@ -657,7 +662,8 @@ class KVCacheManager:
         tables = self._tables.get(request_id)
         if tables is None:
             raise InvalidArgumentError(
-                f"request {request_id!r} has no blocks: never allocated, or freed already"
+                f"request {request_id!r} has no blocks: "
+                f"{self.taken_out.get(request_id, 'never allocated, or freed already')}"
             )
         return tables
 
@@ -705,6 +711,11 @@ class KVCacheManager:
     def _raise_uncomputed(
         self, request: SchedulableRequest, num_computed: int, num_held: int, block_size: int
     ) -> None:
+        why = self.taken_out.get(request.request_id)
+        if why is not None:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has no blocks: {why}. Do not schedule it until it is back"
+            )
         raise InvalidArgumentError(
             f"request {request.request_id!r} says {num_computed} tokens are computed, but holds "
             f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed (and where it "

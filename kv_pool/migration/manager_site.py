@@ -128,18 +128,17 @@ class ManagerSite(MigrationSite):
         request_id = _get_request_id(subject)
         self._check_not_frozen(request_id)
         self._frozen[request_id] = self.manager.pop_tables(request_id)
+        self.manager.taken_out[request_id] = "it is being moved to another node"
 
     def thaw(self, subject: Subject) -> None:
-        request_id = _get_request_id(subject)
-        tables = self._frozen.pop(request_id)
+        request_id, tables = self._take_frozen(subject)
         if self.manager.holds_blocks(request_id):  # the scheduler did not wait for it, and began anew
             self._side.free_request(request_id, [table.blocks for table in tables])
         else:
             self.manager.put_tables(request_id, tables)
 
     def release(self, subject: Subject, selection: Selection, target: str, new_ids: Sequence[int]) -> None:
-        request_id = _get_request_id(subject)
-        tables = self._frozen.pop(request_id)
+        request_id, tables = self._take_frozen(subject)
         self._side.free_request(request_id, [table.blocks for table in tables])
         retention = self.manager.retention
         if retention is not None and retention.is_active:
@@ -148,7 +147,11 @@ class ManagerSite(MigrationSite):
             self._release_request(request_id, target)
 
     def list_frozen(self) -> list[str]:
-        """Requests that are being moved away: do not schedule them. Oldest first."""
+        """Requests that are being moved away: do not schedule them. Oldest first.
+
+        The manager refuses to free them, or to go on with them, and says why. One that the scheduler begins
+        anew, from its first token, has its old blocks freed when the move has ended.
+        """
         return list(self._frozen)
 
     # ---- the target ------------------------------------------------------------------------------
@@ -344,6 +347,11 @@ class ManagerSite(MigrationSite):
             raise InvalidArgumentError(
                 f"request {request_id!r} {'is arriving here already' if is_arriving else 'has blocks here'}"
             )
+
+    def _take_frozen(self, subject: Subject) -> tuple[str, list[BlockTable]]:
+        request_id = _get_request_id(subject)
+        self.manager.taken_out.pop(request_id, None)
+        return request_id, self._frozen.pop(request_id)
 
     def _check_not_frozen(self, request_id: str) -> None:
         if request_id in self._frozen:

@@ -321,8 +321,19 @@ def test_while_it_moves_a_request_can_not_be_used_and_says_so(make_pair):
     migration = pair.node_a.migrate(SequenceSubject("r"), "b")
     assert gate.reached.wait(PATIENCE_S)
     assert pair.a.site.list_frozen() == ["r"]
-    with pair.a.lock, pytest.raises(InvalidArgumentError):
-        pair.a.manager.free(request)
+    request.append_output_token_ids([10])
+    for use in (
+        lambda: pair.a.manager.free(request),
+        lambda: pair.a.manager.allocate_slots(request, 1),
+        lambda: pair.a.manager.can_allocate(request, 1),
+        lambda: pair.a.manager.cache_blocks(request, 10),
+        lambda: pair.a.manager.get_block_ids("r"),
+    ):
+        with (
+            pair.a.lock,
+            pytest.raises(InvalidArgumentError, match="'r' has no blocks: it is being moved to"),
+        ):
+            use()
     other = pair.node_b.fetch(SequenceSubject("r"), "a")
     with pytest.raises(InvalidArgumentError, match="is being moved to another node"):
         other.wait(PATIENCE_S)
@@ -333,6 +344,8 @@ def test_while_it_moves_a_request_can_not_be_used_and_says_so(make_pair):
     gate.opened.set()
     assert len(migration.wait(PATIENCE_S)) == 3
     pair.check()
+    with pair.a.lock, pytest.raises(InvalidArgumentError, match="never allocated, or freed"):
+        pair.a.manager.get_block_ids("r")
 
 
 @pytest.mark.parametrize("who", ["source", "target"])

@@ -113,14 +113,14 @@ class Life:
         if not num_left:
             if request.num_tokens < 36:
                 request.append_output_token_ids(self.make_tokens(self.random.randint(1, 5)))
-        elif self.engine.grow(request, self.random.randint(1, num_left)):
+        elif self.engine.grow(request, self.random.randint(1, num_left), **self.draw_options()):
             self.counts["grown"] += 1
 
     def start(self, request):
         if self.random.random() < 0.2:
             self.open_plan(request)
             return
-        found = self.engine.start(request, self.random.choice([None, 1, 5]))
+        found = self.engine.start(request, self.random.choice([None, 1, 5]), **self.draw_options())
         if found is None:
             request.num_computed_tokens = 0
             return
@@ -128,6 +128,10 @@ class Life:
         self.counts["tiers"] += found[1]
         self.waiting.remove(request)
         self.running.append(request)
+
+    def draw_options(self):
+        """Blocks become findable when they are allocated, or when they were written."""
+        return {"delay_cache_blocks": self.random.random() < 0.4}
 
     def open_plan(self, request):
         engine = self.engine

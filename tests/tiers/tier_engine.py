@@ -68,9 +68,9 @@ class TierEngine:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def start(self, request, num_new_tokens=None):
+    def start(self, request, num_new_tokens=None, **options):
         """Look up everywhere, allocate; tokens on the device and from tiers, or None if it does not fit."""
-        found = self.read_back.admit(request, num_new_tokens)
+        found = self.read_back.admit(request, num_new_tokens, **options)
         if found is None:
             return None
         num_left = request.num_tokens - request.num_computed_tokens
@@ -78,9 +78,9 @@ class TierEngine:
         num_on_device = found.pop("GPU")
         return num_on_device, sum(found.values())
 
-    def grow(self, request, num_new_tokens):
+    def grow(self, request, num_new_tokens, **options):
         """Allocate for tokens of a request that holds blocks; False if they do not fit."""
-        if self.manager.allocate_slots(request, num_new_tokens) is None:
+        if self.manager.allocate_slots(request, num_new_tokens, **options) is None:
             return False
         self.schedule(request, num_new_tokens)
         return True
