@@ -359,12 +359,12 @@ class Pull:
                         raise
                     self.held = held
                     self.new_ids = [block.block_id for block in room.blocks]
-                    self.room = None
+                    self.error = None
+                    self.room, self.phase = None, MigrationPhase.DONE  # together: one in doubt has room
             except Exception as error:
                 self._leave(error)
                 return
-            self.error = None
-            self._enter(MigrationPhase.DONE)
+            self._settings.on_change(self)
 
     def _hold(self, room: Room) -> Lease | None:
         """Lend what has arrived to whoever asked for it, so that it stays cached until he uses it. Locked."""
@@ -383,9 +383,9 @@ class Pull:
     def _leave(self, error: Exception) -> None:
         with self._site.lock:
             self._site.leave(self._get_room())
-            self.room = None
-        self.error = error
-        self._enter(MigrationPhase.FAILED)
+            self.error = error
+            self.room, self.phase = None, MigrationPhase.FAILED
+        self._settings.on_change(self)
 
     def _stay_in_doubt(self, error: Exception) -> None:
         with self._ending:
