@@ -1,9 +1,10 @@
 """What goes on beside a `RandomScheduler`'s manager: requests on the host, kept blocks, lent blocks."""
 
 import numpy as np
+import pytest
 
 from kv_pool import AllocStatus, BlockPool
-from kv_pool.errors import PinLimitError
+from kv_pool.errors import InvalidBlockError, PinLimitError
 from kv_pool.manager.invariants import check_leases, check_retention
 from kv_pool.manager.kv_cache_spec import CrossAttentionSpec
 from kv_pool.manager.leases import BlockLeases
@@ -24,6 +25,7 @@ class RandomSwaps:
         self.swapper = BlockSwapper(scheduler.manager, host_pool)
         self.slots = np.full((num_host_blocks + 1, scheduler.engine.slots.shape[1]), -1, dtype=np.int64)
         self.plans, self.swapped = {}, []
+        self.hits = {}
 
     def act(self):
         rng, scheduler = self.scheduler.rng, self.scheduler
@@ -74,12 +76,20 @@ class RandomSwaps:
         )
         if plan is not None:
             self.plans[sequence] = plan
+            held = plan.list_blocks(self.swapper._device)  # of the prefix, what the next token attends to
+            self.hits[sequence] = [(block, block.block_hash) for block in held if block.block_hash]
             self.scheduler.waiting.remove(sequence)
 
     def close(self, sequence, is_done):
         plan = self.plans.pop(sequence)
         scheduler, request = self.scheduler, sequence.request
         is_host_hit = type(plan).__name__ == "HostHitPlan"
+        was_wrong = any(block.block_hash != key for block, key in self.hits.pop(sequence, ()))
+        if is_done and was_wrong:
+            with pytest.raises(InvalidBlockError, match="found wrong"):
+                plan.commit()
+            scheduler.done["prefixes found wrong while they were copied"] += 1
+            is_done = False
         if is_done:
             device = scheduler.engine.slots
             for source, target in plan.moves:
