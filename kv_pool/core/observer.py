@@ -74,8 +74,8 @@ class ColderTiers(Protocol):
     def store_pending(self) -> None:
         """Somebody is about to write to blocks that he has taken, without waiting for the step's own call.
 
-        Asked for by who writes, such as a migration or a compaction, through `BlockPool.store_pending`; no call
-        of the pool's own does it. May take as long as copying the blocks.
+        Asked for through `BlockPool.store_pending` by who writes, such as a migration or a compaction; the
+        pool's other calls do not. May take as long as copying the blocks.
         """
 
     def on_cache_reset(self) -> None:
