@@ -8,7 +8,7 @@ from kv_pool.threads import start_thread
 
 
 def test_a_thread_that_does_not_start_is_an_error_that_names_the_limit():
-    with no_new_threads(), pytest.raises(OutOfThreadsError, match=r"'a name'.* ulimit -u"):
+    with no_new_threads(), pytest.raises(OutOfThreadsError, match=r"'a name'.*ulimit -u"):
         start_thread("a name", print)
     assert "a name" not in {thread.name for thread in threading.enumerate()}
 
