@@ -16,7 +16,7 @@ def pytest_configure(config):
     if EXPECTED_MODE not in (None, mode):
         raise RuntimeError(f"expected the {EXPECTED_MODE} core, this is the {mode} one: {kv_pool.__file__}")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As in a background job of a script. Processes that tests start would inherit it, and ignore the Ctrl-C
+        # As in a background job of a script. What tests start would inherit it, and ignore the Ctrl-C
         # that tests send them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
