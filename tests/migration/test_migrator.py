@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from made_threads import no_new_threads
 from migration.made_nodes import BLOCK_SIZE, HASHER, Clock, MadeEngine, make_node
 
 from kv_pool import (
@@ -21,6 +22,7 @@ from kv_pool.errors import (
     MigrationCancelledError,
     MigrationError,
     MigrationInDoubtError,
+    OutOfThreadsError,
     PeerUnavailableError,
     StaleTransferError,
 )
@@ -284,6 +286,31 @@ def test_a_prefix_can_not_be_moved_and_a_stopped_node_does_nothing(make_pair):
         pair.node_b.start()
     with pytest.raises(PeerUnavailableError):
         pair.node_a.fetch(PrefixSubject(()), "b").wait(PATIENCE_S)
+
+
+def test_a_node_goes_on_after_a_migration_got_no_thread(make_pair):
+    pair = make_pair()
+    request = pair.a.start("r", range(12))
+    subject = PrefixSubject(tuple(request.block_hashes))
+    with no_new_threads():
+        with pytest.raises(OutOfThreadsError):
+            pair.node_b.fetch(subject, "a")
+        with pytest.raises(OutOfThreadsError):
+            pair.node_a.migrate(SequenceSubject("r"), "b")
+    assert pair.node_a.list_migrations() == pair.node_b.list_migrations() == []
+    assert pair.node_b.fetch(subject, "a").wait(PATIENCE_S) == [1, 2, 3]
+    pair.check()
+
+
+def test_a_node_that_gets_no_thread_does_not_listen():
+    engine = MadeEngine()
+    backends = [TcpBackend(engine.storage)]
+    node = Migrator("n", engine.site, backends=backends, listen="127.0.0.1:0", secret=SECRET)
+    with no_new_threads(), pytest.raises(OutOfThreadsError):
+        node.start()
+    assert node.address == ""
+    with node:
+        assert node.address
 
 
 def test_two_nodes_have_two_names():
