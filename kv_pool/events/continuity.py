@@ -183,7 +183,9 @@ class Continuity:
             return self._take_healing_reply(request, sequence, payload)
         expected = self._expected
         if sequence == expected and not (is_first and self._is_doubtful):
-            return self._hand_on(sequence, payload, True)
+            handed_on = self._hand_on(sequence, payload, True)
+            self._pass_filled(handed_on[0], payload)
+            return handed_on
         is_last_again = is_first and request.is_overlapping and sequence == request.start
         if is_last_again and hash(payload) == self._last_fingerprint:
             self._is_doubtful = False
@@ -387,6 +389,17 @@ class Continuity:
         self._replayed.clear()
         self._passed = sequence
         return self._hand_on(sequence, payload, True, is_read_again=True)
+
+    def _pass_filled(self, item: StreamItem, payload: bytes) -> None:
+        """Note that live batches of this number are in a snapshot: it has it, or fills those behind.
+
+        A publisher sends a snapshot under the number that was asked for, then empty batches up to the last
+        batch that is in it.
+        """
+        if isinstance(item, ReceivedBatch):
+            is_filled = self._passed == item.sequence - 1 and not item.batch.events
+            if is_filled or is_snapshot(payload):
+                self._passed = item.sequence
 
     def _fill_from_held(self, end: int) -> list[StreamItem]:
         """Hand on what came live and is next, up to `end`, not included."""
