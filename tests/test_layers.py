@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "kv_pool"
 LAYERS = {
     "ids": 0,
     "errors": 0,
+    "documentation": 0,
     "version": 0,
     "core": 1,
     "regular_files": 1,
