@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import signal
 import warnings
 
 import kv_pool
@@ -14,6 +15,10 @@ def pytest_configure(config):
     mode = "compiled" if kv_pool.COMPILED else "plain"
     if EXPECTED_MODE not in (None, mode):
         raise RuntimeError(f"expected the {EXPECTED_MODE} core, this is the {mode} one: {kv_pool.__file__}")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a background job of a script. What tests start would inherit it, and ignore the Ctrl-C
+        # that tests send them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def can_import_vllm():

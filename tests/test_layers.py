@@ -12,6 +12,7 @@ LAYERS = {
     "errors": 0,
     "version": 0,
     "core": 1,
+    "threads": 1,
     "contiguous": 2,
     "events": 2,
     "storage": 2,

@@ -7,14 +7,14 @@ import msgspec
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.continuity import (
+from kv_pool.events.mirror import to_medium, to_wire_hash
+from kv_pool.events.stream_items import (
     BatchesLost,
     PublisherRestarted,
     PublisherSilent,
     ReceivedBatch,
     StreamItem,
 )
-from kv_pool.events.mirror import to_medium, to_wire_hash
 
 KINDS = ("stored", "removed", "cleared")
 STYLES = {

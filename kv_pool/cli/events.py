@@ -15,10 +15,10 @@ from rich.text import Text
 
 from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.continuity import ReceivedBatch, StreamItem
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_items import ReceivedBatch, StreamItem
 
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber

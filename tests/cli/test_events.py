@@ -20,8 +20,8 @@ from kv_pool.cli.event_lines import LineFilter, make_lines
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.continuity import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 from kv_pool.events.stream_state import StreamState
 
 STORED = BlockStored([255, 1], 7, list(range(8)), 4, None, "GPU", "sql", group_idx=1)
