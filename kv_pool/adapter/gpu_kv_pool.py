@@ -517,14 +517,15 @@ class GPUKVPool(KVPoolProtocol):
         """
         with self.lock:
             block = self.holdings.find_block(block_id)
-            holder = self.holdings.first_holders.get(block)
+            holders = self.holdings.list_holders(block)
             return BlockInfo(
                 block_id=block_id,
                 ref_count=block.ref_cnt,
-                sequence_id=NO_SEQUENCE if holder is None else holder.sequence_id,
+                sequence_id=holders[0].sequence_id if holders else NO_SEQUENCE,
                 device_id=self.device_id,
                 is_pinned=block in self._pins,
-                last_access_time=0.0 if holder is None else holder.last_access_time,
+                last_access_time=max((holder.last_access_time for holder in holders), default=0.0),
+                sequence_ids=tuple(holder.sequence_id for holder in holders),
             )
 
     def get_free_blocks(self) -> int:

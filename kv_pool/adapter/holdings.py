@@ -157,6 +157,11 @@ class Holdings:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
         return self._block_pool.blocks[block_id]
 
+    def list_holders(self, block: KVCacheBlock) -> list[Holder]:
+        """The sequences that hold a block, the one that has held it longest first."""
+        first = self.first_holders.get(block)
+        return [] if first is None else [first, *self.later_holders.get(block, ())]
+
     def find_held(self, block_ids: Sequence[int]) -> list[KVCacheBlock]:
         """The blocks, each of which some sequence holds."""
         blocks = self._block_pool.blocks
@@ -202,7 +207,7 @@ class Holdings:
         """Raise FrozenSequenceError where a migration has a sequence that holds one of these blocks."""
         if self.barred:
             for block in blocks:
-                for holder in (self.first_holders[block], *self.later_holders.get(block, ())):
+                for holder in self.list_holders(block):
                     self.check_usable(holder.sequence_id)
 
     def hold_in_flight(self) -> Hold:

@@ -454,6 +454,9 @@ class BlockPoolCore(PrefixCache):
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make these blocks unfindable, free or in use; references and queue places stay as they are.
 
+        Their content counts as wrong: each `generation` advances, so that a transfer that reads one of them
+        fails instead of delivering it.
+
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
@@ -472,7 +475,9 @@ class BlockPoolCore(PrefixCache):
                 )
         for element in listed:
             block_id = element
-            self._maybe_evict_cached_block(self.blocks[block_id])
+            block = self.blocks[block_id]
+            block.generation += 1
+            self._maybe_evict_cached_block(block)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash, as after a change of weights. One `AllBlocksCleared`.
