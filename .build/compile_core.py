@@ -21,6 +21,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = ("move_check", "run_calls", "run_index")
+# What every event of a stream goes through in a router; no sockets.
+EVENTS = ("held_blocks", "token_keys")
 # What every step of a scheduler goes through.
 MANAGER = (
     "block_copies",
@@ -88,6 +90,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
                 str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
             )
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
+            paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.

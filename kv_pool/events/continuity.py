@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.errors import EventStreamError
-from kv_pool.events.batch import decode_batch
+from kv_pool.events.batch import DecodedBatch, decode_lazily
 from kv_pool.events.held_batches import HeldBatches
 from kv_pool.events.sequence_frames import MAX_SEQUENCE
 from kv_pool.events.stream_items import (
@@ -340,7 +340,7 @@ class Continuity:
                 del self._replayed[next(iter(self._replayed))]
             self._replayed[sequence] = hash(payload)
         try:
-            batch = decode_batch(payload)
+            batch = decode_lazily(payload)
         except EventStreamError:
             self._counts.num_malformed += 1
             return [self._lose(sequence, sequence)]
@@ -348,7 +348,7 @@ class Continuity:
         self._counts.num_replayed += is_replayed
         self._counts.num_dropped_events += batch.num_dropped
         if is_read_again:
-            batch = replace(batch, events=[AllBlocksCleared(), *batch.events])
+            batch = DecodedBatch(batch.ts, [AllBlocksCleared(), *batch.events], batch.data_parallel_rank)
         item = ReceivedBatch(sequence, batch, is_replayed)
         if item.is_reset and not is_read_again:
             self._known_since = 0
