@@ -34,6 +34,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
 | `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
+| `OutOfThreadsError` | `RuntimeError` | a thread that the system does not start |
 | `MissingDependencyError` | `ImportError` | an optional package that is needed; says how to install it |
 | `ControlError` | `RuntimeError` | a control socket that cannot be served, reached or understood |
 | `DrawingError` | `ValueError` | a picture that cannot be drawn, or not be written |
@@ -175,6 +176,10 @@ class EndpointError(KVPoolError, OSError):
 
 class PublisherClosedError(KVPoolError, RuntimeError):
     """Events for a publisher that was closed. They were not sent."""
+
+
+class OutOfThreadsError(KVPoolError, RuntimeError):
+    """The system starts no more threads: a limit of processes or threads, or too little memory."""
 
 
 class MissingDependencyError(KVPoolError, ImportError):

@@ -8,6 +8,7 @@ from mypy_extensions import i64, mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.holds import BlockHolds, Hold
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver, ColderTiers
 from kv_pool.core.prefix_cache import (
@@ -81,6 +82,7 @@ class BlockPoolCore(PrefixCache):
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self.holds: BlockHolds = BlockHolds(self._owner)
         self._has_retention: bool = False  # blocks have room for what one says of them
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
@@ -339,6 +341,20 @@ class BlockPoolCore(PrefixCache):
 
     # ---- other ids, other sizes ------------------------------------------------------------------
 
+    def hold(self, blocks: Iterable[KVCacheBlock], reason: str) -> Hold:
+        """Keep these blocks at their ids until the hold is released: no compaction moves them meanwhile.
+
+        For bytes that something else reads or writes by block id: a transfer, a copy in flight, an open plan.
+        The hold takes no reference; the caller has one on each block. Null blocks are skipped.
+
+        Args:
+            reason: completes "the block is ..." in error messages: "sent to node b".
+        Raises:
+            InvalidBlockError: a block is free or another pool's. Nothing has changed.
+        Cost: O(len(blocks)).
+        """
+        return self.holds.open(blocks, reason)
+
     def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchange the ids of the two blocks of each pair, after their bytes have been moved accordingly.
 
@@ -347,11 +363,13 @@ class BlockPoolCore(PrefixCache):
         id has to look again.
 
         Raises:
-            InvalidBlockError: an id is not one of this pool's, is 0, or is listed twice. Nothing has changed.
+            InvalidBlockError: an id is not one of this pool's, is 0, is listed twice, or is that of a held
+                block. Nothing has changed.
         Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
         """
         if self._unfinished != NOTHING:
             self._recover()
+        self.holds.check_movable({block_id for pair in pairs for block_id in pair})
         old = self.blocks
         num_blocks = len(old)
         new = list(old)

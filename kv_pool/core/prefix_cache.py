@@ -22,7 +22,7 @@ from kv_pool.core.block_keys import (
     make_external_block_hash,
     make_external_block_hashes,
 )
-from kv_pool.core.extra_keys import CacheableRequest, find_extra_keys, has_extra_keys, untag_extra_keys
+from kv_pool.core.extra_keys import CacheableRequest, ExtraKeysWalk, has_extra_keys, untag_extra_keys
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.mode import COMPILED
@@ -568,11 +568,12 @@ class PrefixCache:
         lookahead: list[list[int]] = []
         if num_lookahead or has_extra_keys(request):
             extra_keys.clear()
+            walk = ExtraKeysWalk(request)
             first = start
             for block_hash in hashes:
                 after = first + block_size
                 if block_hash is not None:
-                    found = find_extra_keys(request, first, after + num_lookahead)
+                    found = walk.find(first, after + num_lookahead)
                     extra_keys.append(untag_extra_keys(found))
                     if num_lookahead:
                         lookahead.append(list(request.all_token_ids[after : after + num_lookahead]))

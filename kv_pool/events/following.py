@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 
-from kv_pool.events.continuity import BatchesLost, PublisherRestarted, ReceivedBatch, StreamItem
 from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, ReceivedBatch, StreamItem
 
 
 def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str) -> Iterator[StreamItem]:

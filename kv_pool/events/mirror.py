@@ -226,6 +226,13 @@ class PrefixMirror:
         publisher = self._publishers.get(publisher_id)
         return sum(len(held.keys) for held in list(publisher.held.values())) if publisher else 0
 
+    def count_by_place(self, publisher_id: str) -> dict[tuple[int, str], int]:
+        """How many hashes it holds in each (group, medium); {} for an unknown one."""
+        with self._lock:
+            publisher = self._publishers.get(publisher_id)
+            held = publisher.held if publisher else {}
+            return {place: len(its_held.keys) for place, its_held in held.items() if its_held.keys}
+
     def counts_of(self, publisher_id: str) -> PublisherCounts:
         """What its events did. Raises InvalidArgumentError for an unknown one."""
         return self._known(publisher_id).counts

@@ -12,7 +12,7 @@ from cli.kv_pool_command import kv_pool_command
 from replay.made_trace import record, write_trace
 
 from kv_pool import __version__
-from kv_pool.events.continuity import ReceivedBatch
+from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 
 TRACE = [record(24, [1, 2, 3], 5, 0), record(32, [1, 2, 4, 5], 9, 10), record(16, [6, 7], 2, 900)]
