@@ -283,11 +283,11 @@ class BlockPoolCore(PrefixCache):
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
         listed: list[Any] = list(block_ids)
-        num_blocks: i64 = self.num_gpu_blocks
+        num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
         for element in listed:
             if not isinstance(element, int):
                 raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(element).__name__}")
-            block_id: i64 = element
+            block_id: int = element
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
