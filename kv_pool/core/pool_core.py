@@ -373,7 +373,8 @@ class BlockPoolCore(PrefixCache):
         """
         if self._unfinished != NOTHING:
             self._recover()
-        self.holds.check_movable({block_id for pair in pairs for block_id in pair})
+        if self.holds.list_holds():
+            self.holds.check_movable({block_id for pair in pairs for block_id in pair})
         old = self.blocks
         num_blocks = len(old)
         new = list(old)
