@@ -20,7 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
-CONTIGUOUS = ("move_check", "run_calls", "run_index")
+CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
 # What every event of a stream goes through in a router; no sockets.
 EVENTS = ("held_blocks", "token_keys")
 # What every step of a scheduler goes through.

@@ -25,7 +25,13 @@ from kv_pool.errors import CorruptedPoolError
 
 
 def check(pool: BlockPool) -> None:
-    """Verify every invariant. O(number of blocks). Raises CorruptedPoolError; changes nothing."""
+    """Verify every invariant. O(number of blocks). Raises CorruptedPoolError.
+
+    Changes nothing, but for a call that was interrupted twice: it is completed or undone first, as by the pool's
+    next call.
+    """
+    if pool._unfinished:
+        pool._recover()
     check_free_queue(pool.free_block_queue)
     check_blocks(pool)
     check_holds(pool)
