@@ -31,6 +31,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `TierError` | `OSError` | a tier's folder or file that cannot be used |
 | `PoolDumpError` | `ValueError` | a dumped pool that cannot be loaded |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
+| `WorkerLostError` | `RuntimeError` | a process of a sweep that ended before its replay did |
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
 | `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
@@ -163,6 +164,10 @@ class PoolDumpError(KVPoolError, ValueError):
 
 class TraceError(KVPoolError, ValueError):
     """A trace that cannot be read. The message starts with `file:line:` where a line is at fault."""
+
+
+class WorkerLostError(KVPoolError, RuntimeError):
+    """A worker process ended before its work did: it was killed, perhaps for want of memory."""
 
 
 class EventStreamError(KVPoolError, ValueError):

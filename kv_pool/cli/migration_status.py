@@ -37,14 +37,11 @@ def migration_status(
             for line in list_errors(found, limit):
                 print(line)
         else:
-            try:
-                with Live(draw(found, limit), console=console, auto_refresh=False) as live:
-                    while True:
-                        # Slow enough to be read; a look costs the node some microseconds.
-                        time.sleep(_SECONDS_BETWEEN_LOOKS)
-                        live.update(draw(client.list_migrations(), limit), refresh=True)
-            except KeyboardInterrupt:
-                pass
+            with Live(draw(found, limit), console=console, auto_refresh=False) as live:
+                while True:
+                    # Slow enough to be read; a look costs the node some microseconds.
+                    time.sleep(_SECONDS_BETWEEN_LOOKS)
+                    live.update(draw(client.list_migrations(), limit), refresh=True)
 
 
 def draw(found: MigrationList, limit: int) -> Table:

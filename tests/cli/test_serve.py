@@ -108,7 +108,7 @@ def test_a_signal_ends_it_cleanly(folder, number):
     with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
         assert (folder / "here.sock").exists()
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(30) == 128 + number
         assert process.stderr.read() == ""
         assert not (folder / "here.sock").exists()
 
