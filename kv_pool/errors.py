@@ -26,6 +26,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PeerAuthenticationError` | `PermissionError`, as above | a node that does not know the secret |
 | `TransferFailedError` | as `MigrationError` | bytes that did not arrive, or not as they were sent |
 | `StaleTransferError` | as `MigrationError` | a lease that has ended, or blocks that were taken anew |
+| `InvalidContentError` | as `StaleTransferError` | content that was reported wrong while it was lent |
 | `MigrationInDoubtError` | as `MigrationError` | a move that its source has not confirmed |
 | `MigrationCancelledError` | as `MigrationError` | a migration that somebody cancelled |
 | `TierError` | `OSError` | a tier's folder or file that cannot be used |
@@ -35,6 +36,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
 | `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
+| `OutOfThreadsError` | `RuntimeError` | a thread that the system does not start |
 | `MissingDependencyError` | `ImportError` | an optional package that is needed; says how to install it |
 | `ControlError` | `RuntimeError` | a control socket that cannot be served, reached or understood |
 | `DrawingError` | `ValueError` | a picture that cannot be drawn, or not be written |
@@ -143,6 +145,10 @@ class StaleTransferError(MigrationError):
     """The lease of a transfer has ended, or a block was taken anew since it was named."""
 
 
+class InvalidContentError(StaleTransferError):
+    """The source reported content wrong while it was lent. The target has kept nothing of the transfer."""
+
+
 class MigrationInDoubtError(MigrationError):
     """The blocks have arrived, but the source has not said that it gave them up: they may be in use there.
 
@@ -180,6 +186,10 @@ class EndpointError(KVPoolError, OSError):
 
 class PublisherClosedError(KVPoolError, RuntimeError):
     """Events for a publisher that was closed. They were not sent."""
+
+
+class OutOfThreadsError(KVPoolError, RuntimeError):
+    """The system starts no more threads: a limit of processes or threads, or too little memory."""
 
 
 class MissingDependencyError(KVPoolError, ImportError):

@@ -18,6 +18,7 @@ from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport, write_json
+from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.simulator import PREEMPTIONS, TIER_WRITES, ReplaySettings, run_replay
 from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.trace import Trace
@@ -73,6 +74,13 @@ def replay(
         ),
     ] = None,
     json: options.JsonFile = None,
+    requests: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write one line of JSON per request to this file: hits, blocks, wait, outcome.",
+        ),
+    ] = None,
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
     opened = Trace(trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
@@ -133,7 +141,8 @@ def replay(
                 f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
             )
 
-        report = run_replay(settings, show, feed)
+        on_outcome = None if requests is None else stack.enter_context(write_outcomes(requests))
+        report = run_replay(settings, show, feed, on_outcome)
     if json is not None:
         write_json(report, json)
     Console().print(make_table(report))

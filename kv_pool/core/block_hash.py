@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, find_extra_keys, has_extra_keys
+from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, ExtraKeysWalk, has_extra_keys
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash
@@ -158,8 +158,9 @@ class BlockHasher:
         extra_keys: list[ExtraKeys | None] = []
         if has_extra_keys(request):
             covered = self.block_size + self.num_lookahead_tokens
+            walk = ExtraKeysWalk(request)
             for first in range(start, start + num_blocks * self.block_size, self.block_size):
-                extra_keys.append(find_extra_keys(request, first, first + covered))
+                extra_keys.append(walk.find(first, first + covered))
         return self.hash_blocks(token_ids, known[-1] if known else None, extra_keys)
 
 

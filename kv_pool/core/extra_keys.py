@@ -54,24 +54,57 @@ def has_extra_keys(request: CacheableRequest) -> bool:
     return getattr(request, "prompt_embeds", None) is not None
 
 
+class ExtraKeysWalk:
+    """Finds the extra keys of a request's blocks, one block after the other, head first.
+
+    Cost: O(features + keys found) for a whole request, however many blocks it has.
+    """
+
+    def __init__(self, request: CacheableRequest) -> None:
+        self._request: CacheableRequest = request
+        self._features: Sequence[Any] = request.mm_features or ()
+        self._num_passed: int = 0
+        """Features that begin before the end of the last block."""
+        self._open: list[tuple[int, int, Any]] = []
+        """Of these, those that reach beyond its start: offset, end, identifier."""
+
+    def find(self, start: int, end: int) -> ExtraKeys | None:
+        """The extra keys of the block that holds tokens `[start, end)`; None for none.
+
+        Neither `start` nor `end` is less than in the call before.
+        """
+        request = self._request
+        keys: list[tuple[Any, ...]] = []
+        lora = request.lora_request
+        if lora:
+            keys.append(("lora", lora.lora_name, lora.lora_path))
+        if self._open:
+            self._open = [feature for feature in self._open if feature[1] > start]
+        while self._num_passed < len(self._features):
+            feature = self._features[self._num_passed]
+            offset: int = feature.mm_position.offset
+            if offset >= end:
+                break
+            self._num_passed += 1
+            feature_end: int = offset + feature.mm_position.length
+            if feature_end > start:
+                self._open.append((offset, feature_end, feature.identifier))
+        for offset, _, identifier in self._open:
+            keys.append(("mm", identifier, offset - start))
+        salt = request.cache_salt
+        if start == 0 and salt:
+            keys.append(("cache_salt", salt))
+        if getattr(request, "prompt_embeds", None) is not None:
+            keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
+        return tuple(keys) if keys else None
+
+
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:
-    """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none."""
-    keys: list[tuple[Any, ...]] = []
-    lora = request.lora_request
-    if lora:
-        keys.append(("lora", lora.lora_name, lora.lora_path))
-    for feature in request.mm_features or ():
-        offset = feature.mm_position.offset
-        if offset >= end:
-            break
-        if offset + feature.mm_position.length > start:
-            keys.append(("mm", feature.identifier, offset - start))
-    salt = request.cache_salt
-    if start == 0 and salt:
-        keys.append(("cache_salt", salt))
-    if getattr(request, "prompt_embeds", None) is not None:
-        keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
-    return tuple(keys) if keys else None
+    """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none.
+
+    Cost: O(features). For several blocks of a request use one `ExtraKeysWalk`.
+    """
+    return ExtraKeysWalk(request).find(start, end)
 
 
 def _digest_embeds(request: Any, start: int, end: int) -> bytes:

@@ -1,19 +1,24 @@
 """A real server on a real socket: what it answers, whom it lets in, what it survives."""
 
+import errno
 import os
 import random
+import resource
 import socket
 import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from adapter.made_pool import check, draw, make, make_scattered, make_storage, take
 from control.raw_client import RawClient
+from made_threads import no_new_threads
 
 from kv_pool import ControlError, CopyFailedError
 from kv_pool.control import ControlClient, ControlServer
+from kv_pool.errors import OutOfThreadsError
 
 STATS = b'{"command": "stats"}\n'
 
@@ -102,6 +107,49 @@ def test_a_command_without_an_end_of_line_counts_when_nothing_follows(path):
         client.end_sending()
         assert is_stats(client.read())
         assert client.read() is None
+
+
+def test_a_server_that_gets_no_thread_leaves_no_socket(path):
+    server = ControlServer(make(), path)
+    with no_new_threads(), pytest.raises(OutOfThreadsError):
+        server.start()
+    assert list(path.parent.iterdir()) == []
+    with server, ControlClient(path) as client:
+        assert client.get_statistics().total_blocks == 10
+
+
+def start_without_handles(path):
+    """In a child: the server's loop gets no file handle. Prints what became of it, before and after."""
+    server = ControlServer(make(), path)
+    last = os.open("/dev/null", os.O_RDONLY)
+    os.close(last)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 2, before[1]))
+    try:
+        server.start()
+    except ControlError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with server, ControlClient(path) as client:
+        print(client.get_statistics().total_blocks)
+
+
+def test_a_server_whose_loop_gets_no_handle_is_an_error(path):
+    """`start` returned as if all were well, and nothing answered."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from control.test_server import start_without_handles\nstart_without_handles(sys.argv[2])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent.parent), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, second = told.stdout.splitlines()
+    assert "can not serve there" in first
+    assert os.strerror(errno.EMFILE) in first
+    assert second == "10"
 
 
 # ---- who is let in -----------------------------------------------------------------------------------
