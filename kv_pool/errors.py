@@ -11,6 +11,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
 | `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
+| `PoolTooLargeError` | `MemoryError`, as `InvalidArgumentError` | a pool that this machine's memory cannot hold |
 | `PoolExhaustedError` | `MemoryError`, as `OutOfBlocksError` | an allocation that the adapter cannot serve |
 | `PinnedBlockError` | as `InvalidBlockError` | freeing or moving a pinned block |
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
@@ -55,6 +56,10 @@ class OutOfBlocksError(KVPoolError, ValueError):
 
 class InvalidArgumentError(KVPoolError, ValueError, AssertionError):
     """An argument that can not be meant, such as a negative count. Nothing has changed."""
+
+
+class PoolTooLargeError(InvalidArgumentError, MemoryError):
+    """A pool would need more memory than the machine has available. Nothing was allocated."""
 
 
 class GroupIdError(InvalidArgumentError, OverflowError):
