@@ -11,7 +11,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
 | `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
-| `PoolTooLargeError` | `MemoryError`, as `InvalidArgumentError` | a pool that this machine's memory cannot hold |
+| `PoolTooLargeError` | `MemoryError`, as `InvalidArgumentError` | a pool too large for the memory |
 | `PoolExhaustedError` | `MemoryError`, as `OutOfBlocksError` | an allocation that the adapter cannot serve |
 | `PinnedBlockError` | as `InvalidBlockError` | freeing or moving a pinned block |
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
@@ -195,6 +195,14 @@ class PublisherClosedError(KVPoolError, RuntimeError):
 
 class OutOfThreadsError(KVPoolError, RuntimeError):
     """The system starts no more threads: a limit of processes or threads, or too little memory."""
+
+
+def describe_install(extra: str) -> str:
+    """Return the command that installs an optional part of kv_pool, for messages.
+
+    kv_pool is on no package index yet, so it is installed from a checkout.
+    """
+    return f"pip install '.[{extra}]' in a checkout of kv_pool"
 
 
 class MissingDependencyError(KVPoolError, ImportError):

@@ -8,7 +8,7 @@ _CONTAINER_LIMIT = "/sys/fs/cgroup/memory.max"
 
 
 def count_available_bytes() -> int | None:
-    """Return the bytes that can be allocated without swapping, at most the container's limit; None if unknown."""
+    """Return the bytes that can be allocated without swapping, in this container; None if unknown."""
     known = [size for size in (_read_available(), _read_limit()) if size is not None]
     return min(known, default=None)
 

@@ -5,11 +5,12 @@ import os
 import sys
 from typing import NoReturn
 
+import msgspec
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from kv_pool.cli.foreign_text import escape_lines
+from kv_pool.cli.foreign_text import escape_json, escape_lines
 
 _UNLIMITED_WIDTH = 10_000
 _SPELLINGS = {"█": "#", "→": "->", "µ": "u", "…": "...", "×": "x", "■": "#", "·": "."}
@@ -25,7 +26,7 @@ def prepare_streams() -> None:
 
 
 def end_for_closed_output() -> NoReturn:
-    """End as a program does whose output is read no longer, such as by `| head`: silently, with status 141."""
+    """End silently with status 141, as SIGPIPE would: the reader of the output, such as `head`, has gone."""
     # Otherwise the interpreter flushes at exit what is left, and reports that it could not.
     null = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
@@ -38,6 +39,11 @@ def print_error(error: object) -> None:
     print(f"error: {escape_lines(str(error))}", file=sys.stderr)
 
 
+def print_json(result: object) -> None:
+    """Print one line of JSON, for programs; characters that do not print are escaped."""
+    print(escape_json(msgspec.json.encode(result).decode()))
+
+
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table with every cell of its `no_wrap` columns whole, however narrow the terminal is.
 
@@ -45,7 +51,9 @@ def print_table(table: Table, console: Console | None = None) -> None:
     """
     console = console or Console()
     measured = measure_table(table, console)
-    console.print(table, width=max(console.width, measured.minimum) if console.is_terminal else measured.maximum)
+    console.print(
+        table, width=max(console.width, measured.minimum) if console.is_terminal else measured.maximum
+    )
 
 
 def measure_table(table: Table, console: Console) -> Measurement:
@@ -54,7 +62,9 @@ def measure_table(table: Table, console: Console) -> Measurement:
     for column in table.columns:
         if column.no_wrap:
             cells = [column.header, *column.cells] if table.show_header else column.cells
-            column.min_width = max((Measurement.get(console, options, one).maximum for one in cells), default=0)
+            column.min_width = max(
+                (Measurement.get(console, options, one).maximum for one in cells), default=0
+            )
     return Measurement.get(console, options, table)
 
 

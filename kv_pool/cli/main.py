@@ -2,7 +2,7 @@
 
 import sys
 
-from kv_pool.errors import KVPoolError
+from kv_pool.errors import KVPoolError, describe_install
 from kv_pool.version import __version__
 
 
@@ -12,7 +12,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError:
-        sys.exit("kv-pool needs typer and rich; in a checkout of kv_pool: pip install '.[cli]'")
+        sys.exit(f"kv-pool needs typer and rich: {describe_install('cli')}")
     from kv_pool.cli.console import end_for_closed_output, prepare_streams, print_error
     from kv_pool.cli.signals import EndedBySignal, end_on_signals, exit_at_once
     from kv_pool.cli.sub_commands import make_command

@@ -3,14 +3,13 @@
 import time
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.progress import MofNCompleteColumn
 
 import kv_pool.errors as errors
+from kv_pool.cli.console import print_error, print_json
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.migration_lines import describe_bytes, describe_outcome
-from kv_pool.cli.console import print_error
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
@@ -83,7 +82,7 @@ def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
 def _show(status: MigrationStatus, json: bool) -> None:
     """Print what came of the migration. Raises MigrationError where it was not done."""
     if json:
-        print(msgspec.json.encode(status).decode())
+        print_json(status)
     elif status.phase is not MigrationPhase.FAILED:
         print(describe_outcome(status))
     if status.phase is not MigrationPhase.DONE:

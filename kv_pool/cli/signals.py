@@ -1,8 +1,8 @@
 """Signals that end a command: SIGINT (Ctrl-C), SIGTERM and SIGHUP, alike in every sub-command.
 
-The first one unwinds the command, so that sockets, files, workers and the terminal are left in order; the exit
-status is 128 + the signal's number. Later ones are ignored. A command that has not ended `GRACE_S` after the
-first, for example because a thread does not end, is ended without further cleanup.
+The first one unwinds the command, so that sockets, files, workers and the terminal are left in order; the
+exit status is 128 + the signal's number. Later ones are ignored. A command that has not ended `GRACE_S` after
+the first, for example because a thread does not end, is ended without further cleanup.
 """
 
 import os

@@ -39,7 +39,9 @@ def make_command(version: str) -> Callable[[], Any]:
     def start(
         is_version: Annotated[
             bool,
-            typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True),
+            typer.Option(
+                "--version", help="Show the version and exit.", callback=show_version, is_eager=True
+            ),
         ] = False,
     ) -> None:
         pass

@@ -19,8 +19,9 @@ def check_fits_memory(num_blocks: int) -> None:
     needed = num_blocks * BYTES_PER_BLOCK
     available = count_available_bytes()
     if available is not None and needed > available:
+        needed_gb, available_gb = needed / 1e9, available / 1e9
         raise PoolTooLargeError(
-            f"a pool of {num_blocks:,} blocks needs {needed / 1e9:,.1f} GB of this machine's memory for what it "
-            f"knows about the blocks, {BYTES_PER_BLOCK} bytes each; {available / 1e9:,.1f} GB are available. "
+            f"a pool of {num_blocks:,} blocks needs {needed_gb:,.1f} GB of memory for its own "
+            f"records, {BYTES_PER_BLOCK} bytes per block; {available_gb:,.1f} GB are available. "
             f"Ask for fewer blocks, or for larger ones"
         )

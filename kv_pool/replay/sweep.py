@@ -36,7 +36,7 @@ def run_sweep(
         TraceError: as `run_replay`.
         WorkerLostError: a process ended before its replay did.
 
-    An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it is raised here.
+    An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it leaves here.
     """
     if host_tiers is None:
         host_tiers = [settings.host_tier]

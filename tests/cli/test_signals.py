@@ -62,7 +62,7 @@ def list_session(session):
 
 
 def wait_until(is_so, process):
-    """Look again and again, up to a bound, whether a condition holds; at once when the process prints errors."""
+    """Wait, up to a bound, until a condition holds; fail at once if the process prints an error."""
     deadline = os.times().elapsed + BOUND_S
     while not is_so():
         assert os.times().elapsed < deadline, "the wait was longer than its bound"
@@ -146,7 +146,15 @@ def test_a_worker_that_is_killed_is_one_line(folder):
 
 LONG_COMMANDS = {
     "replay": ("replay", "busy.jsonl", *SIZES, "--blocks", "50000", "--clock", "trace"),
-    "replay to readers": ("replay", "busy.jsonl", *SIZES, "--blocks", "900", "--publish", "tcp://127.0.0.1:0"),
+    "replay to readers": (
+        "replay",
+        "busy.jsonl",
+        *SIZES,
+        "--blocks",
+        "900",
+        "--publish",
+        "tcp://127.0.0.1:0",
+    ),
     "serve": ("serve", "idle.jsonl", *SIZES),
     "serve a node": ("serve", "idle.jsonl", *SIZES, "--name", "a", "--disk-tier", "tier"),
     "events": ("events", "ipc://nowhere"),
