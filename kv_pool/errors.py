@@ -26,6 +26,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PeerAuthenticationError` | `PermissionError`, as above | a node that does not know the secret |
 | `TransferFailedError` | as `MigrationError` | bytes that did not arrive, or not as they were sent |
 | `StaleTransferError` | as `MigrationError` | a lease that has ended, or blocks that were taken anew |
+| `InvalidContentError` | as `StaleTransferError` | content that was reported wrong while it was lent |
 | `MigrationInDoubtError` | as `MigrationError` | a move that its source has not confirmed |
 | `MigrationCancelledError` | as `MigrationError` | a migration that somebody cancelled |
 | `TierError` | `OSError` | a tier's folder or file that cannot be used |
@@ -141,6 +142,10 @@ class TransferFailedError(MigrationError):
 
 class StaleTransferError(MigrationError):
     """The lease of a transfer has ended, or a block was taken anew since it was named."""
+
+
+class InvalidContentError(StaleTransferError):
+    """The source reported content wrong while it was lent. The target has kept nothing of the transfer."""
 
 
 class MigrationInDoubtError(MigrationError):

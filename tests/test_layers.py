@@ -10,8 +10,10 @@ PACKAGE = Path(__file__).parent.parent / "kv_pool"
 LAYERS = {
     "ids": 0,
     "errors": 0,
+    "documentation": 0,
     "version": 0,
     "core": 1,
+    "regular_files": 1,
     "threads": 1,
     "contiguous": 2,
     "events": 2,

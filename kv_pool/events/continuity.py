@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.errors import EventStreamError
-from kv_pool.events.batch import decode_batch
+from kv_pool.events.batch import DecodedBatch, decode_lazily
 from kv_pool.events.held_batches import HeldBatches
 from kv_pool.events.sequence_frames import MAX_SEQUENCE
 from kv_pool.events.stream_items import (
@@ -183,7 +183,9 @@ class Continuity:
             return self._take_healing_reply(request, sequence, payload)
         expected = self._expected
         if sequence == expected and not (is_first and self._is_doubtful):
-            return self._hand_on(sequence, payload, True)
+            handed_on = self._hand_on(sequence, payload, True)
+            self._pass_filled(handed_on[0], payload)
+            return handed_on
         is_last_again = is_first and request.is_overlapping and sequence == request.start
         if is_last_again and hash(payload) == self._last_fingerprint:
             self._is_doubtful = False
@@ -338,7 +340,7 @@ class Continuity:
                 del self._replayed[next(iter(self._replayed))]
             self._replayed[sequence] = hash(payload)
         try:
-            batch = decode_batch(payload)
+            batch = decode_lazily(payload)
         except EventStreamError:
             self._counts.num_malformed += 1
             return [self._lose(sequence, sequence)]
@@ -346,7 +348,7 @@ class Continuity:
         self._counts.num_replayed += is_replayed
         self._counts.num_dropped_events += batch.num_dropped
         if is_read_again:
-            batch = replace(batch, events=[AllBlocksCleared(), *batch.events])
+            batch = DecodedBatch(batch.ts, [AllBlocksCleared(), *batch.events], batch.data_parallel_rank)
         item = ReceivedBatch(sequence, batch, is_replayed)
         if item.is_reset and not is_read_again:
             self._known_since = 0
@@ -387,6 +389,17 @@ class Continuity:
         self._replayed.clear()
         self._passed = sequence
         return self._hand_on(sequence, payload, True, is_read_again=True)
+
+    def _pass_filled(self, item: StreamItem, payload: bytes) -> None:
+        """Note that live batches of this number are in a snapshot: it has it, or fills those behind.
+
+        A publisher sends a snapshot under the number that was asked for, then empty batches up to the last
+        batch that is in it.
+        """
+        if isinstance(item, ReceivedBatch):
+            is_filled = self._passed == item.sequence - 1 and not item.batch.events
+            if is_filled or is_snapshot(payload):
+                self._passed = item.sequence
 
     def _fill_from_held(self, end: int) -> list[StreamItem]:
         """Hand on what came live and is next, up to `end`, not included."""

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
@@ -116,7 +116,7 @@ class KVCacheManager:
         self._needs: SlotNeeds = SlotNeeds(
             self._groups, self.max_model_len, self.max_in_flight_tokens, self.copies, retention
         )
-        self._run_pool: RunBlockPool | None = block_pool if isinstance(block_pool, RunBlockPool) else None
+        self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = retention
         if retention is not None:
             if retention.block_pool is not block_pool:

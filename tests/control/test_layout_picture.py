@@ -80,7 +80,7 @@ def test_an_svg_says_how_many_blocks_are_what(tmp_path):
     start = texts.index("in use")
     assert texts[start:-3] == [
         *("in use", "7", "43.8%"),
-        *("in use and pinned", "1", "6.2%"),
+        *("in use, held in place", "1", "6.2%"),
         *("cached, in free runs of 3 or more", "2", "12.5%"),
         *("cached, in shorter free stretches", "1", "6.2%"),
         *("empty, in free runs of 3 or more", "3", "18.8%"),

@@ -87,7 +87,7 @@ class BlockSwapper:
         return list(self._open_plans.values())
 
     def list_device_ids_in_flight(self) -> list[int]:
-        """Device blocks that open plans name: do not move them to other ids meanwhile (`pinned`)."""
+        """Ids of the device blocks that open plans use; the plans hold them in place (`BlockPool.holds`)."""
         return [
             block.block_id for plan in self._open_plans.values() for block in plan.list_blocks(self._device)
         ]

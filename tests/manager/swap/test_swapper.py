@@ -3,6 +3,7 @@ from drawing import state
 from manager.swap_engine import SwapEngine
 
 from kv_pool import (
+    BlockHasher,
     BlockPool,
     BlockRemoved,
     BlockRetention,
@@ -14,8 +15,11 @@ from kv_pool import (
     InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
+    Request,
     RetentionDirective,
 )
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -752,6 +756,38 @@ def test_without_caching_everything_is_copied_both_ways():
     assert len(plan.moves) == 3
     engine.run(plan)
     engine.check(request)
+
+
+@pytest.mark.parametrize("ends", ["commit", "abort"])
+@pytest.mark.parametrize("direction", ["out", "in", "hit"])
+def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
+    """The ids in its moves were those of other blocks by the time that the copies were made."""
+    pool, host_pool = RunBlockPool(12, True, 4), RunBlockPool(12, True, 4, medium="CPU")
+    manager = KVCacheManager(pool)
+    swapper = BlockSwapper(manager, host_pool)
+    in_front, on_host = pool.get_new_blocks(3), host_pool.get_new_blocks(3)
+    request = Request("a", range(10), BlockHasher(block_size=4))
+    manager.allocate_slots(request, 10)
+    request.num_computed_tokens = 10
+    plan = swapper.swap_out(request)
+    if direction != "out":
+        plan.commit()
+        pool.evict_blocks(range(1, 12))
+        plan = swapper.swap_in(request)
+    if direction == "hit":
+        plan.abort()
+        swapper.drop(request)
+        request.num_computed_tokens = 0
+        plan = swapper.plan_host_hit(request, 8)
+    pool.free_blocks(in_front)
+    host_pool.free_blocks(on_host)
+    moves = list(plan.moves)
+    for one_pool in (pool, host_pool):
+        assert compaction.pack(one_pool, lambda moves: None, max_evictions=5) == []
+    assert plan.moves == moves != []
+    getattr(plan, ends)()
+    for one_pool in (pool, host_pool):
+        assert one_pool.holds.list_holds() == []
 
 
 def test_blocks_in_flight_are_named_so_that_they_are_not_moved():
