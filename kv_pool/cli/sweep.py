@@ -161,7 +161,8 @@ def _make_row(report: ReplayReport, tiers: list[str]) -> dict[str, str]:
     if tiers:
         sizes |= {name.replace("_", " "): f"{report.settings[name]:,}" for name in tiers}
         share = sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in
-        others = {"from tiers": f"{share:.2%}", "refused": f"{report.refused_requests:,}"}
+        source = "from host" if tiers == ["host_tier"] else "from tiers"
+        others = {source: f"{share:.2%}", "refused": f"{report.refused_requests:,}"}
     else:
         others = {
             "block hits": f"{report.block_hit_rate:.2%}",
