@@ -1,18 +1,6 @@
 """Traces: files of requests, read line by line whatever their size.
 
-A trace is JSON lines, as it is or compressed (`.gz`, `.xz`, `.zst`). Each line is one request:
-
-| field | meaning |
-|---|---|
-| `timestamp` | arrival, milliseconds (or seconds, `timestamp_unit="s"`) from the first request; default 0 |
-| `input_length` | prompt tokens; not needed beside token ids |
-| `output_length` | generated tokens; default 0 |
-| `hash_ids` | ids of the prompt's blocks, head first; an id stands for its block and everything before it |
-| `session_id` | the conversation it belongs to, whatever its type; default none |
-| `token_ids` or `prompt_token_ids` | the prompt itself, instead of `hash_ids` |
-
-Other fields are passed over. With `hash_ids` the last id may stand for a partial block (Mooncake) or the
-partial block may have none (the agentic trace); both are told by the counts, line by line.
+Fields, limits and conventions: README.md in this folder.
 """
 
 import hashlib
