@@ -1,5 +1,6 @@
 """`SlotMapping`: the slots that the tokens of a step are written to, one array for the whole batch."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +13,7 @@ from kv_pool.manager.batch_block_table import BatchBlockTable
 PAD_SLOT_ID: Final = -1
 """Where a token's place in the array is padding: kernels write nothing for it. As in vLLM."""
 
-Integers = npt.NDArray[np.integer[Any]]
+Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 
 class SlotMapping:

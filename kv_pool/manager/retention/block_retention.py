@@ -364,7 +364,7 @@ class BlockRetention:
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""
-        session_id = request.session_id
+        session_id: str | None = getattr(request, "session_id", None)
         if session_id is not None and session_id in self._sessions.by_id:
             self.end_session(session_id)
 
