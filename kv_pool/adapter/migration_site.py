@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.holdings import Holder, check_sequence_id
+from kv_pool.adapter.holdings import Holder, as_new_id
 from kv_pool.adapter.sequence_owner import SequenceOwner
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
@@ -349,7 +349,7 @@ class GPUKVPoolSite(MigrationSite):
         else:
             sequence_ids = list(dict.fromkeys(set(state.sequence_ids) - {NO_SEQUENCE}))
         for sequence_id in sequence_ids:
-            check_sequence_id(sequence_id)
+            as_new_id("sequence_id", sequence_id)
             self._holdings.check_usable(sequence_id)
         return tuple(sequence_ids)
 

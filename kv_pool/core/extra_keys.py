@@ -39,12 +39,9 @@ class CacheableRequest(Protocol):
     def cache_salt(self) -> str | None:
         """Only requests with the same salt share blocks."""
 
-    @property
-    def session_id(self) -> str | None:
-        """Goes into events."""
-
-    # Read where it is there: `prompt_embeds`, None or a tensor or array (num_tokens, hidden size), and with
-    # it `_prompt_embeds_per_block_hashes`, a dict that keeps each block's digest.
+    # Optional: `session_id`, a string or None, which goes into events; `prompt_embeds`, None or a tensor or
+    # array (num_tokens, hidden size), and with it `_prompt_embeds_per_block_hashes`, a dict that keeps each
+    # block's digest.
 
 
 def has_extra_keys(request: CacheableRequest) -> bool:
@@ -147,7 +144,7 @@ def check_announceable(request: CacheableRequest) -> None:
     try:
         find_extra_keys(request, 0, 1)
         lora = request.lora_request
-        read: list[Any] = [request.session_id, list(request.all_token_ids[0:0])]
+        read: list[Any] = [list(request.all_token_ids[0:0])]
         if lora:
             read += [lora.adapter_id, lora.name]
         for feature in request.mm_features or ():

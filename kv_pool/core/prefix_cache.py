@@ -590,7 +590,7 @@ class PrefixCache:
             lora_name=lora.name if lora else None,
             extra_keys=extra_keys or None,
             group_idx=group_id,
-            session_id=request.session_id,
+            session_id=getattr(request, "session_id", None),
             lookahead_token_ids=lookahead if num_lookahead else None,
         )
         return event

@@ -50,6 +50,14 @@ class TraceRequest:
     token_ids: list[int] | None
     session_id: str | None = None
 
+    def __repr__(self) -> str:
+        ids = self.token_ids if self.hash_ids is None else self.hash_ids
+        kind = "token ids" if self.hash_ids is None else "hash ids"
+        return (
+            f"<TraceRequest of line {self.line}: at {self.arrival_ms} ms, {self.input_length} tokens in, "
+            f"{self.output_length} out, {len(ids or ())} {kind}>"
+        )
+
 
 class _Record(msgspec.Struct):
     timestamp: float = 0.0
@@ -116,6 +124,10 @@ class Trace:
         self._is_checked = False
         self.block_size = self._check_first_lines()
         self._is_checked = True
+
+    def __repr__(self) -> str:
+        ids = "token ids" if self.block_size is None else f"{self.block_size} tokens per hash id"
+        return f"<Trace {str(self.path)!r}: {ids}, {self.position:.0%} read>"
 
     def digest(self) -> str:
         """SHA-256 of the file as it is stored, hex."""

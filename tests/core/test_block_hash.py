@@ -120,7 +120,7 @@ class TestEveryAlgorithm:
     @pytest.mark.parametrize("wrong", [1.0, "1", None])
     def test_a_token_that_is_no_int_is_named(self, algorithm, wrong):
         hasher = BlockHasher(algorithm, "s", 4)
-        with pytest.raises(InvalidTypeError, match=f"token 1 is a {type(wrong).__name__}"):
+        with pytest.raises(InvalidTypeError, match=rf"token_ids\[1\] is of type {type(wrong).__name__}"):
             hasher.hash_blocks([1, wrong, 1, 1])
 
     def test_a_parent_of_the_wrong_length_is_refused(self, algorithm):

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidTypeError
 from kv_pool.ids import BlockHashWithGroupId
 
@@ -64,7 +64,7 @@ class CachedRows:
         return len(self.ids)
 
 
-def collect_rows(pool: BlockPool) -> CachedRows:
+def collect_rows(pool: BlockPoolCore) -> CachedRows:
     """All blocks that are found by a key, in the order of eviction if those in use were freed now.
 
     First the free ones in the queue's order. Those in use count as used last, those that cover the most
@@ -83,7 +83,7 @@ def collect_rows(pool: BlockPool) -> CachedRows:
     return rows
 
 
-def _collect_row(pool: BlockPool, block: KVCacheBlock, rows: CachedRows) -> None:
+def _collect_row(pool: BlockPoolCore, block: KVCacheBlock, rows: CachedRows) -> None:
     primary = block.block_hash
     keys = []
     for key in (primary, *pool.cached_block_hashes_by_block.get(block.block_id, ())):
@@ -138,7 +138,7 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
         first += count
 
 
-def list_copies(pool: BlockPool, rows: CachedRows) -> list[KeyCopies]:
+def list_copies(pool: BlockPoolCore, rows: CachedRows) -> list[KeyCopies]:
     """The keys that several of the rows carry."""
     carriers = _find_carriers(rows)
     entries = pool.cached_block_hash_to_block._cache
