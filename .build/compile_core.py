@@ -17,6 +17,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
+# What a publisher's thread goes through with each event. No module here may import zmq.
+EVENTS = ("event_filter", "resident_blocks", "sharded_dict", "stored_spans")
 CONTIGUOUS = ("move_check", "run_calls", "run_index")
 # What every step of a scheduler goes through.
 MANAGER = (
@@ -85,6 +87,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
                 str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
             )
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
+            paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.

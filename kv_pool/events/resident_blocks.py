@@ -1,13 +1,13 @@
-"""`ResidentBlocks`: which hashes have blocks behind them, how many, and what was announced of them."""
+"""`ResidentBlocks`: which hashes have blocks, how many, and what was announced of them."""
 
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
+from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
-from kv_pool.events.sharded_dict import ShardedDict, find_shard
+from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
 from kv_pool.ids import ExternalBlockHash
 
 
@@ -31,23 +31,48 @@ class BlockKind(NamedTuple):
     has_extra_keys: bool
 
 
-# Without GC header, as the blocks of a pool, so that a collection does not visit each of a million.
-class ResidentBlock(msgspec.Struct, gc=False):
+Children = ExternalBlockHash | dict[ExternalBlockHash, None]
+"""Resident blocks with one parent: the hash of the only one, or the hashes of several."""
+
+
+# Compiled, without a GC header, as the blocks of a pool: a collection does not visit each of a million.
+@mypyc_attr(acyclic=True)
+class ResidentBlock:
     """A hash in one place, as the event announced it that brought its first copy.
 
     Attributes:
         num_copies: how many blocks carry the hash.
         parent: the hash before it in the sequence, resident or not; None at the start.
-        tokens: the token ids, packed by `pack_tokens`; None where they are not kept, or were not told.
+        tokens: the token ids, packed by `pack_tokens`; None where they are not kept, or were not given.
         extra_keys, lookahead_token_ids: the block's entries in the event.
+        children: the resident blocks whose parent it is; None without any.
     """
 
-    num_copies: int
-    parent: ExternalBlockHash | None
-    kind: BlockKind
-    tokens: bytes | None
-    extra_keys: tuple[Any, ...] | None
-    lookahead_token_ids: list[int] | None
+    __slots__ = (
+        "children",
+        "extra_keys",
+        "kind",
+        "lookahead_token_ids",
+        "num_copies",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        parent: ExternalBlockHash | None,
+        kind: BlockKind,
+        tokens: bytes | None,
+        extra_keys: tuple[Any, ...] | None,
+        lookahead_token_ids: list[int] | None,
+    ) -> None:
+        self.num_copies: i32 = 1
+        self.parent: Any = parent
+        self.kind: Any = kind
+        self.tokens: Any = tokens
+        self.extra_keys: Any = extra_keys
+        self.lookahead_token_ids: Any = lookahead_token_ids
+        self.children: Any = None
 
 
 class Change(NamedTuple):
@@ -58,20 +83,36 @@ class Change(NamedTuple):
     block: ResidentBlock | None
 
 
+class PlaceBlocks(ShardedDict[ResidentBlock]):
+    """The blocks of one place by hash.
+
+    Attributes:
+        tails: of each hash that is not resident, but the parent of blocks that are, these blocks.
+    """
+
+    __slots__ = ("tails",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tails: dict[Any, Children] = {}
+
+
 class ResidentBlocks:
-    """Counts copies by the stream of a pool, which tells of each block that gains or loses a hash.
+    """Counts copies by the stream of a pool, which has an event for each block that gains or loses a hash.
 
     Attributes:
         places: the blocks by hash, for each place.
-        changes: None, or what happened since someone put a list here, oldest first; None for a clearing.
+        changes: None, or what happened since a list was put here, oldest first; None for a clearing.
+        has_tails: the last `store` brought a hash that resident blocks have for their parent.
     """
 
     def __init__(self, keeps_token_ids: bool) -> None:
         self.keeps_token_ids = keeps_token_ids
-        self.places: dict[Place, ShardedDict[ResidentBlock]] = {}
+        self.places: dict[Place, PlaceBlocks] = {}
         self.changes: list[Change | None] | None = None
+        self.has_tails = False
         self._kinds: dict[BlockKind, BlockKind] = {}
-        self._forgotten: list[dict[ExternalBlockHash, ResidentBlock]] = []
+        self._forgotten: list[dict[Any, ResidentBlock]] = []
 
     def __len__(self) -> int:
         return sum(map(len, self.places.values()))
@@ -83,15 +124,15 @@ class ResidentBlocks:
                     yield place, block_hash, block
 
     def store(self, event: BlockStored) -> list[int]:
-        """One copy more of each of the event's hashes. O(hashes).
+        """Add one copy of each of the event's hashes. O(hashes).
 
         Returns:
-            The positions in the event of those that had none before.
+            The positions in the event of those that had no copy before.
         """
         place = find_place(event)
         blocks = self.places.get(place)
         if blocks is None:
-            blocks = self.places[place] = ShardedDict()
+            blocks = self.places[place] = PlaceBlocks()
         size = event.block_size
         kind = BlockKind(
             size,
@@ -102,61 +143,93 @@ class ResidentBlocks:
             event.extra_keys is not None,
         )
         kind = self._kinds.setdefault(kind, kind)
+        hashes: list[Any] = event.block_hashes
         tokens = pack_tokens(event.token_ids) if self.keeps_token_ids and is_dense(event) and size else None
-        width = len(tokens) // len(event.block_hashes) if tokens else 0
+        width = len(tokens) // len(hashes) if tokens else 0
         extra_keys = one_each(event.extra_keys, event)
         lookahead = one_each(event.lookahead_token_ids, event) if self.keeps_token_ids else None
-        changes = self.changes
+        shards: list[dict[Any, ResidentBlock]] = blocks.shards
         first_copies: list[int] = []
-        parent = event.parent_block_hash
-        for position, block_hash in enumerate(event.block_hashes):
-            shard = blocks.shards[find_shard(block_hash)]
+        parent: Any = event.parent_block_hash
+        previous: ResidentBlock | None = None
+        self.has_tails = False
+        for position, block_hash in enumerate(hashes):
+            shard = shards[hash(block_hash) % NUM_SHARDS]
             block = shard.get(block_hash)
-            if block is None:
+            if block is not None:
+                block.num_copies += 1
+            else:
                 block = ResidentBlock(
-                    1,
                     None if parent == block_hash else parent,
                     kind,
-                    tokens[position * width : (position + 1) * width] if tokens else None,
-                    extra_keys[position] if extra_keys else None,
-                    lookahead[position] if lookahead else None,
+                    tokens[position * width : (position + 1) * width] if tokens is not None else None,
+                    extra_keys[position] if extra_keys is not None else None,
+                    lookahead[position] if lookahead is not None else None,
                 )
                 shard[block_hash] = block
                 first_copies.append(position)
-                if changes is not None:
-                    changes.append(Change(place, block_hash, block))
-            else:
-                block.num_copies += 1
+                if block.parent is not None:
+                    if previous is None:
+                        previous = shards[hash(parent) % NUM_SHARDS].get(parent)
+                    if previous is None:
+                        blocks.tails[parent] = add_child(blocks.tails.get(parent), block_hash)
+                    else:
+                        previous.children = add_child(previous.children, block_hash)
+                if blocks.tails and block_hash in blocks.tails:
+                    block.children = blocks.tails.pop(block_hash)
+                    self.has_tails = True
+                if self.changes is not None:
+                    self.changes.append(Change(place, block_hash, block))
+            previous = block
             parent = block_hash
         return first_copies
 
     def remove(self, event: BlockRemoved) -> list[ExternalBlockHash]:
-        """One copy less of each of the event's hashes. O(hashes).
+        """Remove one copy of each of the event's hashes. O(hashes).
 
         Returns:
-            Those that have none now, and those of which none was known: someone else may know of them.
+            Those that have none now, and those of which none was known: other readers may know of them.
         """
-        place = find_place(event)
-        blocks = self.places.get(place)
-        gone: dict[ExternalBlockHash, None] = {}
-        for block_hash in event.block_hashes:
-            shard = None if blocks is None else blocks.shard(block_hash)
-            block = None if shard is None else shard.get(block_hash)
-            if shard is None or block is None:
-                gone[block_hash] = None
-            elif block.num_copies > 1:
-                block.num_copies -= 1
-            else:
-                del shard[block_hash]
-                gone[block_hash] = None
-                if self.changes is not None:
-                    self.changes.append(Change(place, block_hash, None))
-        return list(gone)
+        blocks = self.places.get(find_place(event))
+        gone: list[ExternalBlockHash] = []
+        hashes: list[Any] = event.block_hashes
+        for block_hash in hashes:
+            if blocks is None or self._remove_copy(event, blocks, block_hash):
+                gone.append(block_hash)
+        return gone if len(gone) < 2 else list(dict.fromkeys(gone))
+
+    def _remove_copy(self, event: BlockRemoved, blocks: PlaceBlocks, block_hash: Any) -> bool:
+        """Remove one copy; True if none is left, or there was none."""
+        shards: list[dict[Any, ResidentBlock]] = blocks.shards
+        shard = shards[hash(block_hash) % NUM_SHARDS]
+        block = shard.get(block_hash)
+        if block is None:
+            return True
+        if block.num_copies > 1:
+            block.num_copies -= 1
+            return False
+        del shard[block_hash]
+        if block.children is not None:
+            blocks.tails[block_hash] = block.children
+        parent = block.parent
+        if parent is not None:
+            parent_block = shards[hash(parent) % NUM_SHARDS].get(parent)
+            if parent_block is not None:
+                parent_block.children = remove_child(parent_block.children, block_hash)
+            elif parent in blocks.tails:
+                left = remove_child(blocks.tails[parent], block_hash)
+                if left is None:
+                    del blocks.tails[parent]
+                else:
+                    blocks.tails[parent] = left
+        if self.changes is not None:
+            self.changes.append(Change(find_place(event), block_hash, None))
+        return True
 
     def clear(self) -> None:
-        """No hash has a block, wherever. The memory goes back in pieces, by `drop_some`."""
+        """Remove all hashes, wherever they are. The memory goes back in pieces, by `drop_some`."""
         for blocks in self.places.values():
-            self._forgotten.extend(shard for shard in blocks.shards if shard)
+            self._forgotten.extend([shard for shard in blocks.shards if shard])
         self.places = {}
         self._kinds = {}
         if self.changes is not None:
@@ -167,13 +240,38 @@ class ResidentBlocks:
         del self._forgotten[-2:]
 
 
+def add_child(children: Any, block_hash: Any) -> Any:
+    """Return `Children` with one more."""
+    if children is None:
+        return block_hash
+    if type(children) is dict:
+        children[block_hash] = None
+        return children
+    return {children: None, block_hash: None}
+
+
+def remove_child(children: Any, block_hash: Any) -> Any:
+    """Return `Children` without this one; None if none is left."""
+    if type(children) is dict:
+        children.pop(block_hash, None)
+        return children or None
+    return None if children == block_hash else children
+
+
+def list_children(children: Any) -> list[ExternalBlockHash]:
+    """Return the hashes in `Children`, or in None."""
+    if children is None:
+        return []
+    return list(children) if type(children) is dict else [children]
+
+
 def find_place(event: BlockStored | BlockRemoved) -> Place:
-    """The place that an event speaks of."""
+    """Return the place of an event's blocks."""
     return Place(event.medium, event.group_idx, event.locality, event.ownership)
 
 
 def is_dense(event: BlockStored) -> bool:
-    """Are its tokens those of its blocks, and no others?"""
+    """Return True if its tokens are those of its blocks, and no others."""
     return len(event.token_ids) == len(event.block_hashes) * event.block_size
 
 
