@@ -87,13 +87,15 @@ class PlaceBlocks(ShardedDict[ResidentBlock]):
     """The blocks of one place by hash.
 
     Attributes:
+        place: where they are.
         tails: of each hash that is not resident, but the parent of blocks that are, these blocks.
     """
 
-    __slots__ = ("tails",)
+    __slots__ = ("place", "tails")
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
         super().__init__()
+        self.place = place
         self.tails: dict[Any, Children] = {}
 
 
@@ -113,6 +115,13 @@ class ResidentBlocks:
         self.has_tails = False
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, ResidentBlock]] = []
+        # Most events have the place and the kind of the one before.
+        self._last_blocks: PlaceBlocks | None = None
+        self._last_medium: Any = None
+        self._last_group_idx: Any = None
+        self._last_locality: Any = None
+        self._last_ownership: Any = None
+        self._last_kind: BlockKind | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.places.values()))
@@ -123,32 +132,77 @@ class ResidentBlocks:
                 for block_hash, block in shard.items():
                     yield place, block_hash, block
 
+    def find_blocks(self, event: BlockStored | BlockRemoved) -> PlaceBlocks:
+        """Return the blocks of an event's place, which is added if it is new."""
+        medium: Any = event.medium
+        group_idx: Any = event.group_idx
+        locality: Any = event.locality
+        ownership: Any = event.ownership
+        blocks = self._last_blocks
+        if (
+            blocks is not None
+            and medium is self._last_medium
+            and group_idx is self._last_group_idx
+            and locality is self._last_locality
+            and ownership is self._last_ownership
+        ):
+            return blocks
+        place = Place(medium, group_idx, locality, ownership)
+        blocks = self.places.get(place)
+        if blocks is None:
+            blocks = self.places[place] = PlaceBlocks(place)
+        self._last_blocks = blocks
+        self._last_medium = medium
+        self._last_group_idx = group_idx
+        self._last_locality = locality
+        self._last_ownership = ownership
+        return blocks
+
+    def _find_kind(self, event: BlockStored) -> BlockKind:
+        """Return the kind of an event's blocks, one object for all that are equal."""
+        last = self._last_kind
+        has_extra_keys = event.extra_keys is not None
+        if (
+            last is not None
+            and event.block_size == last.block_size
+            and event.lora_id == last.lora_id
+            and event.lora_name == last.lora_name
+            and event.kv_cache_spec_kind == last.kv_cache_spec_kind
+            and event.kv_cache_spec_sliding_window == last.kv_cache_spec_sliding_window
+            and has_extra_keys == last.has_extra_keys
+        ):
+            return last
+        kind = BlockKind(
+            event.block_size,
+            event.lora_id,
+            event.lora_name,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
+            has_extra_keys,
+        )
+        self._last_kind = kind = self._kinds.setdefault(kind, kind)
+        return kind
+
     def store(self, event: BlockStored) -> list[int]:
         """Add one copy of each of the event's hashes. O(hashes).
 
         Returns:
             The positions in the event of those that had no copy before.
         """
-        place = find_place(event)
-        blocks = self.places.get(place)
-        if blocks is None:
-            blocks = self.places[place] = PlaceBlocks()
-        size = event.block_size
-        kind = BlockKind(
-            size,
-            event.lora_id,
-            event.lora_name,
-            event.kv_cache_spec_kind,
-            event.kv_cache_spec_sliding_window,
-            event.extra_keys is not None,
-        )
-        kind = self._kinds.setdefault(kind, kind)
+        blocks = self.find_blocks(event)
+        kind = self._find_kind(event)
         hashes: list[Any] = event.block_hashes
-        tokens = pack_tokens(event.token_ids) if self.keeps_token_ids and is_dense(event) and size else None
+        tokens = None
+        if self.keeps_token_ids and event.block_size and is_dense(event):
+            tokens = pack_tokens(event.token_ids)
         width = len(tokens) // len(hashes) if tokens else 0
-        extra_keys = one_each(event.extra_keys, event)
-        lookahead = one_each(event.lookahead_token_ids, event) if self.keeps_token_ids else None
+        extra_keys: list[Any] | None = one_each(event.extra_keys, event)
+        lookahead: list[Any] | None = None
+        if self.keeps_token_ids:
+            lookahead = one_each(event.lookahead_token_ids, event)
         shards: list[dict[Any, ResidentBlock]] = blocks.shards
+        tails = blocks.tails
+        changes = self.changes
         first_copies: list[int] = []
         parent: Any = event.parent_block_hash
         previous: ResidentBlock | None = None
@@ -159,8 +213,11 @@ class ResidentBlocks:
             if block is not None:
                 block.num_copies += 1
             else:
+                its_parent = parent
+                if parent is not None and parent == block_hash:
+                    its_parent = None
                 block = ResidentBlock(
-                    None if parent == block_hash else parent,
+                    its_parent,
                     kind,
                     tokens[position * width : (position + 1) * width] if tokens is not None else None,
                     extra_keys[position] if extra_keys is not None else None,
@@ -168,46 +225,39 @@ class ResidentBlocks:
                 )
                 shard[block_hash] = block
                 first_copies.append(position)
-                if block.parent is not None:
+                if its_parent is not None:
                     if previous is None:
                         previous = shards[hash(parent) % NUM_SHARDS].get(parent)
                     if previous is None:
-                        blocks.tails[parent] = add_child(blocks.tails.get(parent), block_hash)
+                        tails[parent] = add_child(tails.get(parent), block_hash)
+                    elif previous.children is None:
+                        previous.children = block_hash
                     else:
                         previous.children = add_child(previous.children, block_hash)
-                if blocks.tails and block_hash in blocks.tails:
-                    block.children = blocks.tails.pop(block_hash)
+                if tails and block_hash in tails:
+                    block.children = tails.pop(block_hash)
                     self.has_tails = True
-                if self.changes is not None:
-                    self.changes.append(Change(place, block_hash, block))
+                if changes is not None:
+                    changes.append(Change(blocks.place, block_hash, block))
             previous = block
             parent = block_hash
         return first_copies
 
-    def remove(self, event: BlockRemoved) -> list[ExternalBlockHash]:
-        """Remove one copy of each of the event's hashes. O(hashes).
+    def remove(self, blocks: PlaceBlocks, block_hash: Any) -> int:
+        """Remove one copy. O(1).
 
         Returns:
-            Those that have none now, and those of which none was known: other readers may know of them.
+            How many were there.
         """
-        blocks = self.places.get(find_place(event))
-        gone: list[ExternalBlockHash] = []
-        hashes: list[Any] = event.block_hashes
-        for block_hash in hashes:
-            if blocks is None or self._remove_copy(event, blocks, block_hash):
-                gone.append(block_hash)
-        return gone if len(gone) < 2 else list(dict.fromkeys(gone))
-
-    def _remove_copy(self, event: BlockRemoved, blocks: PlaceBlocks, block_hash: Any) -> bool:
-        """Remove one copy; True if none is left, or there was none."""
         shards: list[dict[Any, ResidentBlock]] = blocks.shards
         shard = shards[hash(block_hash) % NUM_SHARDS]
         block = shard.get(block_hash)
         if block is None:
-            return True
-        if block.num_copies > 1:
+            return 0
+        num_copies: int = block.num_copies
+        if num_copies > 1:
             block.num_copies -= 1
-            return False
+            return num_copies
         del shard[block_hash]
         if block.children is not None:
             blocks.tails[block_hash] = block.children
@@ -223,8 +273,8 @@ class ResidentBlocks:
                 else:
                     blocks.tails[parent] = left
         if self.changes is not None:
-            self.changes.append(Change(find_place(event), block_hash, None))
-        return True
+            self.changes.append(Change(blocks.place, block_hash, None))
+        return 1
 
     def clear(self) -> None:
         """Remove all hashes, wherever they are. The memory goes back in pieces, by `drop_some`."""
@@ -232,6 +282,8 @@ class ResidentBlocks:
             self._forgotten.extend([shard for shard in blocks.shards if shard])
         self.places = {}
         self._kinds = {}
+        self._last_blocks = None
+        self._last_kind = None
         if self.changes is not None:
             self.changes.append(None)
 

@@ -12,21 +12,22 @@ from typing import Any
 
 from kv_pool.core.kv_events import BlockRemoved, KVCacheEvent
 from kv_pool.events.chains import is_alike, make_event
-from kv_pool.events.resident_blocks import Place, ResidentBlocks, list_children
+from kv_pool.events.resident_blocks import PlaceBlocks, list_children
 
 MAX_TAIL_BLOCKS = 1024
 """Blocks that are announced again for one stored event; what is beyond stays as it was."""
 
 
-def announce_with_tails(resident: ResidentBlocks, place: Place, fresh: list[Any]) -> list[KVCacheEvent]:
+def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEvent]:
     """Return one removal of the blocks behind these, then stores of all of them, parents first.
 
     Args:
+        blocks: those of one place.
         fresh: hashes that have just become resident, parents first, and are not announced yet.
 
     O(blocks announced).
     """
-    blocks = resident.places[place]
+    place = blocks.place
     are_fresh = set(fresh)
     shown: set[Any] = set()
     again: list[Any] = []
