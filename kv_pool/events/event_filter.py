@@ -28,7 +28,8 @@ class EventFilter:
 
     def apply(self, events: list[Any]) -> list[KVCacheEvent]:
         """Note the events, which `adopt_all` has returned; return what to send instead."""
-        self._sent = sent = []
+        sent: list[KVCacheEvent] = []
+        self._sent = sent
         self._first = None  # something is left of a call that raised
         self._blocks = None
         for event in events:
@@ -59,9 +60,11 @@ class EventFilter:
                     return
                 if self.resident.has_tails and self.resident.keeps_token_ids:
                     fresh = [event.block_hashes[position] for position in first_copies]
-                    self._end_removals()
-                    self._sent.extend(announce_with_tails(self.resident.find_blocks(event), fresh))
-                    return
+                    announced = announce_with_tails(self.resident.find_blocks(event), fresh)
+                    if announced:
+                        self._end_removals()
+                        self._sent.extend(announced)
+                        return
                 parts = take_positions(event, first_copies)
         self._end_removals()
         sent = self._sent

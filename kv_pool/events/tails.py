@@ -19,7 +19,7 @@ MAX_TAIL_BLOCKS = 1024
 
 
 def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEvent]:
-    """Return one removal of the blocks behind these, then stores of all of them, parents first.
+    """Return one removal of the blocks behind these, then stores of all; [] if none is.
 
     Args:
         blocks: those of one place.
@@ -55,5 +55,5 @@ def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEv
         if run:
             stores.append(make_event(place, run, run_blocks))
     if not again:
-        return stores
+        return []
     return [BlockRemoved(again, place.medium, place.group_idx, place.locality, place.ownership), *stores]
