@@ -36,7 +36,7 @@ _CLOSE = None
 class ZMQEventPublisher:
     """Sends a pool's events to subscribers, and the batches they missed to those who ask.
 
-        with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5558")) as publisher:
+        with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5657")) as publisher:
             ...
             publisher.publish(pool.take_events())   # after each step
 
