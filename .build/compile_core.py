@@ -6,9 +6,13 @@ The environment variable KV_POOL_BUILD decides, at build time only:
     plain           do not compile
 """
 
+import ast
+import atexit
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +21,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
-# What a publisher's thread goes through with each event. No module here may import zmq.
-EVENTS = ("event_filter", "resident_blocks", "sharded_dict", "stored_spans")
-CONTIGUOUS = ("move_check", "run_calls", "run_index")
+CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
+# What every event of a stream goes through, in a publisher's thread and in a router; no module may import zmq.
+EVENTS = (
+    "event_filter",
+    "held_blocks",
+    "resident_blocks",
+    "sharded_dict",
+    "stored_spans",
+    "token_keys",
+)
 # What every step of a scheduler goes through.
 MANAGER = (
     "block_copies",
@@ -59,6 +70,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
         if mode not in ("auto", "compiled", "plain"):
             raise ValueError(f"KV_POOL_BUILD is {mode!r}; it is auto, compiled or plain")
         self.build_dir = tempfile.mkdtemp(prefix="kv_pool-mypyc-")
+        atexit.register(shutil.rmtree, self.build_dir, ignore_errors=True)  # a failed build has no `finalize`
         if self.target_name != "wheel" or version == "editable" or mode == "plain":
             return
         try:
@@ -93,17 +105,11 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
             options.append(f"--cache-dir={build_dir / 'mypy'}")
-            distribution = Distribution(
-                {
-                    "name": "kv_pool",
-                    "ext_modules": mypycify(
-                        [*options, *paths],
-                        opt_level="3",
-                        group_name="kv_pool",
-                        target_dir=str(build_dir / "c"),
-                    ),
-                }
+            extensions = mypycify(
+                [*options, *paths], opt_level="3", group_name="kv_pool", target_dir=str(build_dir / "c")
             )
+            finish_c_code(build_dir / "c" / "__native_kv_pool.c", paths)
+            distribution = Distribution({"name": "kv_pool", "ext_modules": extensions})
             command = distribution.get_command_obj("build_ext")
             command.build_lib = str(build_dir / "lib")
             command.build_temp = str(build_dir / "temp")
@@ -113,3 +119,51 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             os.chdir(before)
         built = (build_dir / "lib").rglob("*.*")
         return {str(path): str(path.relative_to(build_dir / "lib")) for path in built if path.is_file()}
+
+
+# Behind the includes of mypyc's C file.
+INCLUDES = r'(#include "__native_internal_kv_pool.h"\n)'
+# In the definition of each module.
+MODULE_DOCSTRING = r'("{name}",\s+)NULL(, /\* docstring \*/)'
+# Where the code of a module has run.
+MODULE_RAN = r"char result = (CPyDef_(\w+)_____top_level__)\(\);"
+DOCUMENT = r"""char result = \1();
+    if (result != 2 && KVPool_Document(CPyStatic_\2___globals) < 0)
+        result = 2;"""
+# Where a call from Python brings something else than an int.
+NO_INT = (
+    r"(\w+) = CPyTagged_BorrowFromObject\((obj_(\w+))\);\s+"
+    r'else \{\s+CPy_TypeError\("int", \2\); goto fail;'
+)
+TAKE_INT = r"""\1 = CPyTagged_BorrowFromObject(\2);
+    else {
+        int is_wrong;
+        \1 = KVPool_TakeInt("\3", \2, &is_wrong);
+        if (is_wrong) goto fail;"""
+
+
+def finish_c_code(path: Path, sources: list[str]) -> None:
+    """Insert `python_surface.c` into mypyc's C file and call it; write the modules' docstrings there.
+
+    Raises:
+        ValueError: mypyc's output does not look as expected.
+    """
+    code = path.read_text()
+    surface = Path(".build/python_surface.c").read_text()
+    code = substitute(INCLUDES, lambda found: found[0] + surface, code, 1)
+    for source in sources:
+        name = source.removesuffix(".py").replace("/", r"\.")
+        docstring = ast.get_docstring(ast.parse(Path(source).read_text()), clean=False) or ""
+        text = "".join(f"\\\\{byte:03o}" for byte in docstring.encode())  # any C compiler reads octal bytes
+        code = substitute(MODULE_DOCSTRING.format(name=name), rf'\1"{text}"\2', code, 1)
+    code = substitute(MODULE_RAN, DOCUMENT, code, len(sources))
+    code = substitute(NO_INT, TAKE_INT, code, code.count('CPy_TypeError("int", obj_'))
+    path.write_text(code)
+
+
+def substitute(pattern: str, replacement: str | Callable[[re.Match[str]], str], code: str, count: int) -> str:
+    """Replace a pattern that must occur `count` times."""
+    code, num_replaced = re.subn(pattern, replacement, code)
+    if num_replaced != count:
+        raise ValueError(f"mypyc's C code has {num_replaced} places for {pattern}, not {count}")
+    return code

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import signal
 import warnings
 
 import kv_pool
@@ -14,6 +15,10 @@ def pytest_configure(config):
     mode = "compiled" if kv_pool.COMPILED else "plain"
     if EXPECTED_MODE not in (None, mode):
         raise RuntimeError(f"expected the {EXPECTED_MODE} core, this is the {mode} one: {kv_pool.__file__}")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a background job of a script. What tests start would inherit it, and ignore the Ctrl-C
+        # that tests send them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def can_import_vllm():
@@ -54,12 +59,18 @@ def can_import_nixl():
     return True
 
 
-def has_peers():
-    """Are the programs here that read the event stream, and are not ours?"""
+def can_import_dynamo():
+    return importlib.util.find_spec("dynamo") is not None
+
+
+def can_import_smg():
     return all(
-        importlib.util.find_spec(name) is not None
-        for name in ("dynamo", "smg_grpc_servicer", "smg_grpc_proto", "grpc")
+        importlib.util.find_spec(name) is not None for name in ("smg_grpc_servicer", "smg_grpc_proto", "grpc")
     )
+
+
+def can_import_router():
+    return importlib.util.find_spec("vllm_router") is not None
 
 
 NEEDS = {
@@ -69,7 +80,9 @@ NEEDS = {
     "triton": can_import_triton,
     "gpu": has_gpu,
     "nixl": can_import_nixl,
-    "peers": has_peers,
+    "dynamo": can_import_dynamo,
+    "smg": can_import_smg,
+    "router": can_import_router,
 }
 """A test with one of these marks is left out where what it needs is missing."""
 

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -44,13 +45,17 @@ class BackgroundDefragmenter:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin. Raises InvalidArgumentError if it runs already."""
+        """Start the thread.
+
+        Raises:
+            InvalidArgumentError: it runs already.
+            OutOfThreadsError: the system starts no thread.
+        """
         if self._thread is not None:
             raise InvalidArgumentError("the background defragmenter runs already; stop() it first")
         self.error = None
         self._stopping.clear()
-        self._thread = threading.Thread(target=self._run, name="kv_pool defragmenter", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kv_pool defragmenter", self._run)
 
     def stop(self) -> None:
         """Wait for the step under way, and end. Does nothing if it does not run.

@@ -6,8 +6,9 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -31,8 +32,11 @@ from kv_pool.control.messages import (
     encode_result,
 )
 from kv_pool.control.node_reports import SequenceList, SequenceReport, TierList
+from kv_pool.control.socket_lock import lock_socket
 from kv_pool.control.socket_path import make_folder, resolve_path
-from kv_pool.errors import ControlError
+from kv_pool.errors import ControlError, OutOfThreadsError
+from kv_pool.migration.workers import Workers
+from kv_pool.threads import start_thread
 
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
@@ -88,7 +92,9 @@ class ControlServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._at_node = Workers("kv_pool control of the node", max_clients)
         self._inode = 0
+        self._failure: OSError | None = None
 
     def __enter__(self) -> "ControlServer":
         self.start()
@@ -105,16 +111,26 @@ class ControlServer:
         Raises:
             ControlError: another server listens there, something is there that is no socket, or there can be
                 none. Nothing has changed, but for a folder that was made.
+            OutOfThreadsError: the system starts no thread. The same.
         """
         if self._thread is not None:
             raise ControlError(f"this server listens already, at {self.path}")
         listener = self._listen()
         is_running = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(listener, is_running), name="kv_pool control", daemon=True
-        )
-        self._thread.start()
+        try:
+            self._thread = start_thread("kv_pool control", self._run, listener, is_running)
+        except OutOfThreadsError:
+            self._remove_socket()
+            listener.close()
+            raise
         is_running.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._thread.join()
+            self._thread = None
+            self._remove_socket()
+            listener.close()
+            raise ControlError(f"{self.path}: can not serve there: {failure}") from failure
 
     def stop(self) -> None:
         """Hang up on all clients and remove the socket. A command that is under way comes to its end.
@@ -134,7 +150,7 @@ class ControlServer:
         make_folder(self.path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _lock_folder(self.path.parent):
+            with lock_socket(self.path, self._timeout_s):
                 self._make_room()
                 listener.bind(os.fspath(self.path))
                 # Nobody can connect before listen().
@@ -181,6 +197,10 @@ class ControlServer:
     def _run(self, listener: socket.socket, is_running: threading.Event) -> None:
         try:
             asyncio.run(self._serve(listener, is_running))
+        except OSError as error:  # such as no handle for the loop
+            if is_running.is_set():
+                raise
+            self._failure = error
         finally:
             is_running.set()
 
@@ -244,7 +264,8 @@ class ControlServer:
         try:
             command = decode_command(line)
             if isinstance(command, NodeCommand):
-                result = await asyncio.to_thread(self._carry_out_at_node, command)
+                done = self._at_node.submit(partial(self._carry_out_at_node, command))
+                result = await asyncio.wrap_future(done)
             else:
                 with self._guard:
                     result = self._carry_out(command)
@@ -317,16 +338,3 @@ def list_sequences(pool: GPUKVPool) -> SequenceList:
                 for holder in pool.holdings.holders.values()
             ]
         )
-
-
-@contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """One server at a time looks who listens; of two that replace a dead one's socket one would be lost."""
-    import fcntl  # not everywhere, and only needed here
-
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,7 @@
 """Extra keys: what, besides its tokens, decides whether a block's KV can be shared.
 
 Tagged as in vLLM 0.33, in this order: `("lora", name, path)`, one `("mm", identifier, offset)` per
-multimodal input that reaches into the block (offset = its start minus the block's, may be negative),
+multimodal input that reaches into the block, by offset (= its start minus the block's, may be negative),
 `("cache_salt", salt)` in the first block of a sequence only, and `("prompt_embeds", digest)` where the prompt
 was given as embeddings, the SHA-256 of the block's rows.
 """
@@ -33,7 +33,7 @@ class CacheableRequest(Protocol):
 
     @property
     def mm_features(self) -> Sequence[Any] | None:
-        """Multimodal inputs by offset, each with `identifier` and `mm_position.offset`, `.length`."""
+        """Multimodal inputs, each with `identifier` and `mm_position.offset`, `.length`; in any order."""
 
     @property
     def cache_salt(self) -> str | None:
@@ -54,24 +54,73 @@ def has_extra_keys(request: CacheableRequest) -> bool:
     return getattr(request, "prompt_embeds", None) is not None
 
 
+class ExtraKeysWalk:
+    """Finds the extra keys of a request's blocks, one block after the other, head first.
+
+    Cost: O(features + keys found) for a whole request, however many blocks it has.
+    """
+
+    def __init__(self, request: CacheableRequest) -> None:
+        self._request: CacheableRequest = request
+        self._features: Sequence[Any] = _sort_by_offset(request.mm_features or ())
+        self._num_passed: int = 0
+        """Features that begin before the end of the last block."""
+        self._open: list[tuple[int, int, Any]] = []
+        """Of these, those that reach beyond its start: offset, end, identifier."""
+
+    def find(self, start: int, end: int) -> ExtraKeys | None:
+        """The extra keys of the block that holds tokens `[start, end)`; None for none.
+
+        Neither `start` nor `end` is less than in the call before.
+        """
+        request = self._request
+        keys: list[tuple[Any, ...]] = []
+        lora = request.lora_request
+        if lora:
+            keys.append(("lora", lora.lora_name, lora.lora_path))
+        if self._open:
+            self._open = [feature for feature in self._open if feature[1] > start]
+        while self._num_passed < len(self._features):
+            feature = self._features[self._num_passed]
+            offset: int = feature.mm_position.offset
+            if offset >= end:
+                break
+            self._num_passed += 1
+            feature_end: int = offset + feature.mm_position.length
+            if feature_end > start:
+                self._open.append((offset, feature_end, feature.identifier))
+        for offset, _, identifier in self._open:
+            keys.append(("mm", identifier, offset - start))
+        salt = request.cache_salt
+        if start == 0 and salt:
+            keys.append(("cache_salt", salt))
+        if getattr(request, "prompt_embeds", None) is not None:
+            keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
+        return tuple(keys) if keys else None
+
+
+def _sort_by_offset(features: Sequence[Any]) -> Sequence[Any]:
+    """The features as they are if they are in order, as nearly always; a sorted copy if not."""
+    last: int | None = None
+    for feature in features:
+        offset: int = feature.mm_position.offset
+        if last is not None and offset < last:
+            return sorted(features, key=_get_offset)
+        last = offset
+    return features
+
+
+def _get_offset(feature: Any) -> int:
+    offset: int = feature.mm_position.offset
+    return offset
+
+
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:
-    """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none."""
-    keys: list[tuple[Any, ...]] = []
-    lora = request.lora_request
-    if lora:
-        keys.append(("lora", lora.lora_name, lora.lora_path))
-    for feature in request.mm_features or ():
-        offset = feature.mm_position.offset
-        if offset >= end:
-            break
-        if offset + feature.mm_position.length > start:
-            keys.append(("mm", feature.identifier, offset - start))
-    salt = request.cache_salt
-    if start == 0 and salt:
-        keys.append(("cache_salt", salt))
-    if getattr(request, "prompt_embeds", None) is not None:
-        keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
-    return tuple(keys) if keys else None
+    """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none.
+
+    Cost: O(features). For several blocks of a request use one `ExtraKeysWalk`.
+    """
+    return ExtraKeysWalk(request).find(start, end)
 
 
 def _digest_embeds(request: Any, start: int, end: int) -> bytes:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kv_pool.events.batch import DecodedBatch, KVEventBatch, decode_batch, encode_batch
     from kv_pool.events.config import GroupSpec, PublisherConfig
-    from kv_pool.events.continuity import (
+    from kv_pool.events.curve_keys import CurveKeys
+    from kv_pool.events.event_publisher import EventPublisher, NullEventPublisher, PublisherStatistics
+    from kv_pool.events.following import apply_item, follow, follow_async
+    from kv_pool.events.mirror import PrefixMirror, PublisherCounts
+    from kv_pool.events.publisher import ZMQEventPublisher
+    from kv_pool.events.stream_items import (
         BatchesLost,
         ContinuityCounts,
         PublisherRestarted,
@@ -17,11 +22,6 @@ if TYPE_CHECKING:
         ReceivedBatch,
         StreamItem,
     )
-    from kv_pool.events.curve_keys import CurveKeys
-    from kv_pool.events.event_publisher import EventPublisher, NullEventPublisher, PublisherStatistics
-    from kv_pool.events.following import apply_item, follow, follow_async
-    from kv_pool.events.mirror import PrefixMirror, PublisherCounts
-    from kv_pool.events.publisher import ZMQEventPublisher
     from kv_pool.events.stream_state import StreamState
     from kv_pool.events.subscriber import KVEventSubscriber, SubscriberStatistics
 
@@ -57,7 +57,12 @@ __all__ = [
 _NAMES_OF = {
     "batch": ("DecodedBatch", "KVEventBatch", "decode_batch", "encode_batch"),
     "config": ("GroupSpec", "PublisherConfig"),
-    "continuity": (
+    "curve_keys": ("CurveKeys",),
+    "event_publisher": ("EventPublisher", "NullEventPublisher", "PublisherStatistics"),
+    "following": ("apply_item", "follow", "follow_async"),
+    "mirror": ("PrefixMirror", "PublisherCounts"),
+    "publisher": ("ZMQEventPublisher",),
+    "stream_items": (
         "BatchesLost",
         "ContinuityCounts",
         "PublisherRestarted",
@@ -65,11 +70,6 @@ _NAMES_OF = {
         "ReceivedBatch",
         "StreamItem",
     ),
-    "curve_keys": ("CurveKeys",),
-    "event_publisher": ("EventPublisher", "NullEventPublisher", "PublisherStatistics"),
-    "following": ("apply_item", "follow", "follow_async"),
-    "mirror": ("PrefixMirror", "PublisherCounts"),
-    "publisher": ("ZMQEventPublisher",),
     "stream_state": ("StreamState",),
     "subscriber": ("KVEventSubscriber", "SubscriberStatistics"),
 }

@@ -10,6 +10,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.endpoints import check_endpoint, offset_endpoint
+from kv_pool.regular_files import open_regular
 
 SPEC_KINDS = (
     "full_attention",
@@ -206,10 +207,10 @@ class PublisherConfig:
             InvalidArgumentError: no such table, no TOML, or as `from_mapping`; the message names the file.
             OSError: the file can not be read.
         """
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             try:
                 found: Any = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidArgumentError(f"{path}: not TOML: {error}") from error
         for name in table.split("."):
             if not isinstance(found, dict) or name not in found:

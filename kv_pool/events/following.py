@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 
-from kv_pool.events.continuity import BatchesLost, PublisherRestarted, ReceivedBatch, StreamItem
 from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, ReceivedBatch, StreamItem
 
 
 def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: str) -> Iterator[StreamItem]:
@@ -42,7 +42,7 @@ def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: str) -> Non
     """
     match item:
         case ReceivedBatch():
-            mirror.apply(publisher_id, item.batch.events)
+            mirror.apply(publisher_id, item.batch.unread_events)
         case BatchesLost(is_healed=False) | PublisherRestarted():
             mirror.clear_publisher(publisher_id)
         case _:

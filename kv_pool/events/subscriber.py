@@ -1,7 +1,9 @@
 """`KVEventSubscriber`: a publisher's event stream over ZeroMQ, with what was missed fetched or named."""
 
 import asyncio
+import contextlib
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -10,13 +12,23 @@ from types import TracebackType
 from typing import Any, Self
 
 from kv_pool.errors import EndpointError, EventStreamError, InvalidArgumentError
-from kv_pool.events.continuity import Continuity, ContinuityCounts, ReplayRequest, StreamItem
+from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint, is_ipv6
-from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
+from kv_pool.events.sequence_frames import END_OF_REPLAY, MAX_SEQUENCE, pack_sequence, unpack_sequence
+from kv_pool.events.stream_items import ContinuityCounts, ReplayRequest, StreamItem
 from kv_pool.events.zmq_module import zmq
 
-_READ_AT_ONCE = 1000
+DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
+"""Larger than a snapshot of 100,000 blocks of 128 tokens each, about 70 MB."""
+
+# What is read from a socket before items are handed on: enough to spread the cost of a turn, little enough
+# that decoded batches take little memory.
+_READ_AT_ONCE = 16
+_READ_BYTES_AT_ONCE = 2**18
+_REPLAY_HWM = 1000
+_FIRST_RECONNECT_S = 0.2
+_MAX_RECONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,7 @@ class SubscriberStatistics:
         counts: what happened to the stream.
         next_sequence: of the batch that should come next; None while nothing is known.
         is_recovering: what was missed is being asked for; live batches wait meanwhile.
+        is_incomplete: requests were not answered, so batches may be missing; they will be asked for again.
         is_silent: see `PublisherSilent`.
         num_held: live batches that wait for the answer.
         num_connections: times that the live connection was made.
@@ -36,6 +49,7 @@ class SubscriberStatistics:
     counts: ContinuityCounts
     next_sequence: int | None
     is_recovering: bool
+    is_incomplete: bool
     is_silent: bool
     num_held: int
     num_connections: int
@@ -62,8 +76,10 @@ class KVEventSubscriber:
         replay_endpoint: its ROUTER socket; None to do without.
         topic: only batches whose topic begins so.
         binds: bind `endpoint` instead, for publishers that connect.
-        replay_timeout_s, max_attempts, silence_after_s, max_held: see `Continuity`.
+        replay_timeout_s, max_attempts, silence_after_s, max_held, max_held_bytes: see `Continuity`.
         hwm: live batches that ZeroMQ keeps while no one iterates; more are dropped, and asked for later.
+        max_message_bytes: size of one frame. A publisher that sends a larger one is disconnected from, and
+            connected to again: batches are lost live and asked for, a larger snapshot is never received.
         curve: keys, where the publisher encrypts.
         context: a ZeroMQ context to use, for inproc endpoints; its own if None.
 
@@ -85,14 +101,18 @@ class KVEventSubscriber:
         max_attempts: int = 3,
         silence_after_s: float | None = None,
         max_held: int = 10_000,
+        max_held_bytes: int = 64 * 2**20,
         hwm: int = 100_000,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         curve: CurveKeys | None = None,
         context: "zmq.Context[Any] | None" = None,
     ) -> None:
         check_endpoint(endpoint)
         if replay_endpoint is not None:
             check_endpoint(replay_endpoint)
+        check_bounds(max_held=max_held, max_held_bytes=max_held_bytes, max_message_bytes=max_message_bytes)
         self.replay_endpoint = replay_endpoint
+        self._max_message_bytes = max_message_bytes
         self._curve = curve
         self._owns_context = context is None
         self._context: zmq.Context[Any] = zmq.Context() if context is None else context
@@ -103,12 +123,16 @@ class KVEventSubscriber:
             max_attempts,
             silence_after_s,
             max_held,
+            max_held_bytes,
         )
         self._ready: deque[StreamItem] = deque()
         self._asked: ReplayRequest | None = None
         self._replay: zmq.SyncSocket | None = None
         self._num_connections = 0
         self._num_unreadable = 0
+        self._binds = binds
+        self._reconnect_at: float | None = None
+        self._reconnect_wait_s = _FIRST_RECONNECT_S
         # `close` from another thread or task wakes whoever waits, who then closes the sockets.
         self._lock = threading.Lock()
         self._is_iterating = False
@@ -119,7 +143,9 @@ class KVEventSubscriber:
         self._monitor: zmq.SyncSocket | None = None
         try:
             self._live.setsockopt(zmq.RCVHWM, hwm)
-            self._monitor = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._monitor = self._live.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            )
             self.endpoint = self._attach(self._live, endpoint, binds)
             self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
             self._send_request()
@@ -185,6 +211,7 @@ class KVEventSubscriber:
             counts=machine.counts(),
             next_sequence=machine.expected,
             is_recovering=machine.is_recovering,
+            is_incomplete=machine.is_incomplete,
             is_silent=machine.is_silent,
             num_held=machine.num_held,
             num_connections=self._num_connections,
@@ -232,8 +259,10 @@ class KVEventSubscriber:
             self._close_sockets()
 
     def _find_wait_s(self) -> float | None:
-        deadline = self._machine.deadline
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._machine.has_ready:
+            return 0.0
+        times = [one for one in (self._machine.deadline, self._reconnect_at) if one is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _sockets(self) -> list["zmq.SyncSocket"]:
         return [one for one in (self._monitor, self._live, self._replay) if one is not None]
@@ -267,27 +296,45 @@ class KVEventSubscriber:
                 loop.remove_reader(descriptor)
 
     def _read(self) -> bool:
-        """Take what has arrived, without waiting; was there anything, or is there an item?"""
+        """Take some of what has arrived, without waiting. True if there was anything, or there is an item."""
+        if self._machine.has_ready:
+            self._take(self._machine.take_held(time.monotonic()))
+            return True
         arrived: list[list[bytes]] = []
-        while len(arrived) < _READ_AT_ONCE and (message := receive(self._live)) is not None:
+        num_bytes = 0
+        while len(arrived) < _READ_AT_ONCE and num_bytes < _READ_BYTES_AT_ONCE:
+            message = receive(self._live)
+            if message is None:
+                break
             arrived.append(message)
+            num_bytes += len(message[-1])
         num_read = len(arrived)
         # After them, and told before them: what comes over a new connection may be of a new life.
-        while self._monitor is not None and receive(self._monitor) is not None:
+        while self._monitor is not None and (event := receive(self._monitor)) is not None:
             num_read += 1
+            if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+                self._plan_reconnect()
+                continue
             self._num_connections += 1
+            self._reconnect_at = None
             self._take(self._machine.take_connected(time.monotonic()))
+        if arrived:
+            self._reconnect_wait_s = _FIRST_RECONNECT_S
         for message in arrived:
             self._take_live(message)
-        for _ in range(_READ_AT_ONCE):
+        num_replies = num_bytes = 0
+        while num_replies < _READ_AT_ONCE and num_bytes < _READ_BYTES_AT_ONCE:
             # Taking a reply may end the request, and with it its socket.
             message = receive(self._replay) if self._replay is not None else None
             if message is None:
                 break
-            num_read += 1
+            num_replies += 1
+            num_bytes += len(message[-1])
             self._take_reply(message)
+        if self._reconnect_at is not None and time.monotonic() >= self._reconnect_at:
+            self._reconnect()
         self._take(self._machine.take_time(time.monotonic()))
-        return num_read > 0 or bool(self._ready)
+        return num_read + num_replies > 0 or bool(self._ready)
 
     def _take(self, items: list[StreamItem]) -> None:
         self._ready.extend(items)
@@ -299,6 +346,8 @@ class KVEventSubscriber:
             if len(frames) != 3:
                 raise EventStreamError(f"a live message has {len(frames)} frames")
             sequence = unpack_sequence(frames[1])
+            if sequence > MAX_SEQUENCE:
+                raise EventStreamError("a live message has the number of the end marker")
         except EventStreamError:
             self._num_unreadable += 1
             return
@@ -330,15 +379,29 @@ class KVEventSubscriber:
             return
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.setsockopt(zmq.LINGER, 0)
-        self._replay.setsockopt(zmq.RCVHWM, 0)  # a replay that is cut short would have to be asked for again
+        # Beyond this the publisher's side waits: a ROUTER keeps a whole replay for its reader.
+        self._replay.setsockopt(zmq.RCVHWM, _REPLAY_HWM)
         self._attach(self._replay, self.replay_endpoint, False)
         self._replay.send_multipart([b"", pack_sequence(request.start)])
+
+    def _plan_reconnect(self) -> None:
+        """Connect again soon, unless ZeroMQ does: it does not after a message beyond the size limit."""
+        if not self._binds and self._reconnect_at is None:
+            self._reconnect_at = time.monotonic() + self._reconnect_wait_s
+            self._reconnect_wait_s = min(2 * self._reconnect_wait_s, _MAX_RECONNECT_S)
+
+    def _reconnect(self) -> None:
+        self._reconnect_at = None
+        with contextlib.suppress(zmq.ZMQError):  # ZeroMQ has given this connection up itself
+            self._live.disconnect(self.endpoint)
+        self._live.connect(self.endpoint)
 
     def _attach(self, one: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
         """Connect or bind; the endpoint with its real port."""
         try:
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.IPV6, is_ipv6(endpoint))
+            one.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
             if self._curve is not None:
                 one.curve_serverkey = self._curve.server_public_key
                 one.curve_publickey = self._curve.public_key
@@ -371,6 +434,13 @@ class KVEventSubscriber:
         self._wake_writer.close()
         if self._owns_context:
             self._context.term()
+
+
+def check_bounds(**bounds: int) -> None:
+    """Raise InvalidArgumentError for a bound below 1, which ZeroMQ would take for none."""
+    for name, bound in bounds.items():
+        if bound < 1:
+            raise InvalidArgumentError(f"{name} is {bound}; it is at least 1")
 
 
 def receive(one: "zmq.SyncSocket") -> list[bytes] | None:

@@ -10,6 +10,7 @@ from kv_pool.errors import KVPoolError
 from kv_pool.migration.calls import NodeCalls
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeList
 from kv_pool.migration.migrator import Migrator
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -43,18 +44,16 @@ class Announcer:
 
         Raises:
             PeerUnavailableError, PeerAuthenticationError: there is no registry, or it has another secret.
-            InvalidArgumentError: it knows another node of this name. Nothing runs then, and the
-                calls are closed.
+            InvalidArgumentError: it knows another node of this name.
+            OutOfThreadsError: the system starts no thread.
+            In all cases nothing runs, and the calls are closed.
         """
         try:
             self._announce(self._ttl_s)
+            self._thread = start_thread(f"kv_pool {self._migrator.name} announces", self._run)
         except BaseException:
             self._registry.close()
             raise
-        self._thread = threading.Thread(
-            target=self._run, name=f"kv_pool {self._migrator.name} announces", daemon=True
-        )
-        self._thread.start()
 
     def stop(self) -> None:
         """Say goodbye, and hang up."""

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,18 +15,20 @@ from kv_pool.errors import (
     InvalidArgumentError,
     KVPoolError,
     MigrationError,
+    OutOfThreadsError,
     PeerAuthenticationError,
     PeerUnavailableError,
 )
-from kv_pool.migration.addresses import bind_listener, format_address, is_loopback, tune
+from kv_pool.migration.addresses import bind_listener, format_address, is_loopback
 from kv_pool.migration.call_failures import describe_failure
 from kv_pool.migration.calls import Answer
 from kv_pool.migration.channel import Channel
-from kv_pool.migration.handshake import greet_client
 from kv_pool.migration.message_codec import decode_message, encode_message
 from kv_pool.migration.messages import Message
+from kv_pool.migration.open_handshakes import Handshake, OpenHandshakes
 from kv_pool.migration.opening import agree, receive_opening
 from kv_pool.migration.secret import check_secret
+from kv_pool.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,19 @@ class CallCounts:
         num_accepted: connections.
         num_unauthenticated: of them, those that did not prove to know the secret, garbage included.
         num_turned_away: proved it, but too many were connected, or what they wanted is not here.
+        num_without_thread: proved it, but the system started no thread for them.
         num_forged: connections that ended because of a message that was not signed as it should be.
         num_calls: messages answered.
+        num_failed_accepts: attempts to accept a connection that the system refused, such as without a handle.
     """
 
     num_accepted: int = 0
     num_unauthenticated: int = 0
     num_turned_away: int = 0
+    num_without_thread: int = 0
     num_forged: int = 0
     num_calls: int = 0
+    num_failed_accepts: int = 0
 
 
 class CallServer:
@@ -67,11 +72,14 @@ class CallServer:
         secret: shared with the other nodes.
         answer: see `Answer`. What it raises goes back to the caller.
         bulk_handlers: by the name of a backend; called in the connection's own thread.
-        max_connections: of nodes that know the secret; one more is told so and turned away.
-        max_strangers: connections that have not proved anything yet; for one more, the oldest goes.
-        handshake_s: how long a stranger has for that.
+        max_connections: of nodes that know the secret; one more gets an error and is closed.
+        max_strangers: connections without a proof of the secret; for one more, the oldest is closed. As many
+            again may have proved it and not said yet what they are for.
+        handshake_s: the time for both.
 
-    A connection has a thread. What a stranger sends, or does not send, costs others nothing but that thread.
+    One thread accepts connections and carries out the handshakes. A connection gets a thread of its own when
+    its client has proved that it knows the secret: `max_connections + max_strangers` threads at most. Where
+    the system starts no thread, that connection is closed and counted, and the next one is served as usual.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class CallServer:
         self._max_strangers = max_strangers
         self._handshake_s = handshake_s
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._entering: set[Channel] = set()  # proved, and not said yet what for
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._listener: socket.socket | None = None
@@ -125,7 +133,8 @@ class CallServer:
 
         Raises:
             InvalidArgumentError: it listens already, or `listen` is no address.
-            EndpointError: the address can not be had, such as a port in use. Nothing is open.
+            EndpointError: the address cannot be used, such as a port in use. Nothing is open.
+            OutOfThreadsError: the system starts no thread. Nothing is open.
         """
         if self._listener is not None:
             raise InvalidArgumentError(f"this server listens already, at {self.address}")
@@ -139,13 +148,16 @@ class CallServer:
             )
         self._is_stopping = False
         wakened, self._waker = socket.socketpair()
-        self._accepting = threading.Thread(
-            target=self._accept, args=(self._listener, wakened), name="kv_pool node", daemon=True
-        )
-        self._accepting.start()
+        try:
+            self._accepting = start_thread("kv_pool node", self._accept, self._listener, wakened)
+        except OutOfThreadsError:
+            for opened in (self._listener, wakened, self._waker):
+                opened.close()
+            self._listener = None
+            raise
 
     def stop(self) -> None:
-        """Hang up on everybody. Returns when what was being answered has been.
+        """Close all connections. Returns when what was being answered has been.
 
         Not to be called with a lock held that an answer may wait for.
         """
@@ -156,9 +168,7 @@ class CallServer:
         self._listener.close()
         with self._lock:
             self._is_stopping = True
-            for stranger in self._strangers:
-                _shut_down(stranger)
-            for channel in self._channels:
+            for channel in self._entering | self._channels:
                 channel.abort()
             threads = list(self._threads)
         for thread in threads:
@@ -171,48 +181,85 @@ class CallServer:
         with wakened, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             selector.register(wakened, selectors.EVENT_READ)
-            while True:
-                if any(key.fileobj is wakened for key, _ in selector.select()):
-                    return
-                try:
-                    connection, place = listener.accept()
-                except (BlockingIOError, ConnectionAbortedError):
-                    continue  # it went before we came
-                except OSError as error:
-                    # Out of file handles, most likely, and the connection keeps the listener ready: without a
-                    # rest this loop would spin until a handle is given back.
-                    logger.warning("can not accept connections at %s: %s", self.address, error)
-                    wakened.settimeout(_OUT_OF_HANDLES_S)
+            handshakes = OpenHandshakes(
+                selector, self._secret, self._max_strangers, self._handshake_s, self._count_stranger
+            )
+            is_stopping = False
+            while not is_stopping:
+                for key, _ in selector.select(handshakes.get_wait_s()):
                     try:
-                        wakened.recv(1)
-                        return
-                    except TimeoutError:
-                        continue
-                self._greet(connection, format_address(*place[:2]))
+                        if key.fileobj is wakened:
+                            is_stopping = True
+                        elif key.fileobj is listener:
+                            self._accept_one(listener, handshakes)
+                        elif (channel := handshakes.go_on(key.data)) is not None:
+                            self._start_serving(channel, key.data)
+                    except OSError as error:
+                        # Out of file handles, most likely, and the connection keeps the listener ready:
+                        # without a rest this loop would spin until a handle is given back.
+                        self._warn_of_failed_accept(error)
+                        wakened.settimeout(_OUT_OF_HANDLES_S)
+                        is_stopping = is_stopping or _has_ended(wakened)
+                    except Exception:
+                        logger.exception("a connection to %s was not served", self.address)
+                handshakes.end_late()
+            handshakes.close()
 
-    def _greet(self, connection: socket.socket, place: str) -> None:
-        tune(connection)
-        thread = threading.Thread(
-            target=self._serve, args=(connection, place), name=f"kv_pool node for {place}", daemon=True
-        )
+    def _accept_one(self, listener: socket.socket, handshakes: OpenHandshakes) -> None:
+        try:
+            connection, place = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # closed by its client before this call
         with self._lock:
             self.counts.num_accepted += 1
-            if len(self._strangers) >= self._max_strangers:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]  # before its thread has noticed: the next one is another's turn
-                _shut_down(oldest)
-            self._strangers[connection] = None
+        handshakes.add(connection, format_address(*place[:2]))
+
+    def _warn_of_failed_accept(self, error: OSError) -> None:
+        with self._lock:
+            self.counts.num_failed_accepts += 1
+            num_failed = self.counts.num_failed_accepts
+        if _is_power_of_two(num_failed):
+            logger.warning(
+                "can not accept connections at %s (attempt %d that failed): %s",
+                self.address,
+                num_failed,
+                error,
+            )
+
+    def _start_serving(self, channel: Channel, handshake: Handshake) -> None:
+        """Serve a client that has proved itself, in a thread of its own."""
+        with self._lock:
+            if len(self._entering) >= self._max_strangers:
+                self.counts.num_turned_away += 1
+                channel.close()
+                return
+            try:
+                thread = start_thread(
+                    f"kv_pool node for {handshake.place}",
+                    self._serve,
+                    channel,
+                    handshake.place,
+                    handshake.deadline,
+                )
+            except OutOfThreadsError as error:
+                self.counts.num_without_thread += 1
+                if _is_power_of_two(self.counts.num_without_thread):
+                    logger.warning(
+                        "connection number %d that was closed for want of a thread: %s",
+                        self.counts.num_without_thread,
+                        error,
+                    )
+                channel.close()
+                return
+            # The new thread takes the lock before it ends, so it is entered here before it is removed.
+            self._entering.add(channel)
             self._threads.add(thread)
-        thread.start()
 
     # ---- in a connection's thread -----------------------------------------------------------------
 
-    def _serve(self, connection: socket.socket, place: str) -> None:
-        channel = None
+    def _serve(self, channel: Channel, place: str, deadline: float) -> None:
         try:
-            deadline = time.monotonic() + self._handshake_s
             try:
-                channel = greet_client(connection, self._secret, deadline, place)
                 opening = receive_opening(channel, deadline)
             except (PeerUnavailableError, OSError) as error:
                 self._count_stranger(place, error)
@@ -227,11 +274,10 @@ class CallServer:
         except Exception:
             logger.exception("serving a connection from %s has failed", place)
         finally:
-            connection.close()
+            channel.close()
             with self._lock:
-                self._strangers.pop(connection, None)
-                if channel is not None:
-                    self._channels.discard(channel)
+                self._entering.discard(channel)
+                self._channels.discard(channel)
                 self._threads.discard(threading.current_thread())
 
     def _count_stranger(self, place: str, error: Exception) -> None:
@@ -242,7 +288,7 @@ class CallServer:
     def _serve_channel(self, channel: Channel, caller: str, backend: str, deadline: float) -> None:
         handler = self._bulk_handlers.get(backend) if backend else self._answer_calls
         with self._lock:
-            self._strangers.pop(channel.connection, None)
+            self._entering.discard(channel)
             refusal = self._find_refusal(backend, handler)
             if refusal is None:
                 self._channels.add(channel)
@@ -282,6 +328,14 @@ class CallServer:
             return describe_failure(error)
 
 
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):  # it has ended before
-        connection.shutdown(socket.SHUT_RDWR)
+def _has_ended(wakened: socket.socket) -> bool:
+    """Wait for the socket's timeout; True if its other end was closed meanwhile."""
+    try:
+        wakened.recv(1)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0

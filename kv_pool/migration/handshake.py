@@ -6,8 +6,8 @@
 
     proof or key  =  HMAC-SHA256(secret, its purpose | version | server's nonce | client's nonce)
 
-A purpose names the role, so that a proof sent back to its maker proves nothing. The client goes first: who
-merely connects to a node gets nothing that a weak secret could be guessed from. Before a side knows the
+A purpose names the role, so that a proof sent back to its maker proves nothing. The client proves itself
+first: a connection alone gets nothing that a weak secret could be guessed from. Before a side knows the
 other, it reads exactly as many bytes as there are above, whatever is sent.
 """
 
@@ -57,24 +57,62 @@ def greet_server(connection: socket.socket, secret: bytes, deadline: float, peer
     )
 
 
-def greet_client(connection: socket.socket, secret: bytes, deadline: float, peer: str) -> Channel:
-    """The server's side, over a connection just accepted. Arguments and errors as in `greet_server`."""
-    check_secret(secret)
-    plain = _PlainSide(connection, deadline, peer)
-    server_nonce = os.urandom(_NONCE_BYTES)
-    plain.send(_HELLO.pack(MAGIC, VERSION, server_nonce))
-    nonces = server_nonce + plain.receive_hello()
-    proof = plain.receive(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, derive(secret, b"proof client", nonces)):
-        plain.send(bytes(_PROOF_BYTES))
-        raise plain.refuse("it does not know our secret")
-    plain.send(derive(secret, b"proof server", nonces))
-    return Channel(
-        connection,
-        derive(secret, b"key server", nonces),
-        derive(secret, b"key client", nonces),
-        peer,
-    )
+class ClientGreeting:
+    """The server's side of a handshake, over a connection just accepted. No call waits for the client.
+
+    Args:
+        connection: does not block from now on.
+        peer: the client, in words; for messages.
+
+    All calls raise as `greet_server`, and close the connection then. The caller limits the time.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, peer: str) -> None:
+        check_secret(secret)
+        self._connection = connection
+        self._secret = secret
+        self._peer = peer
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._received = bytearray()
+        connection.setblocking(False)
+        self._send(_HELLO.pack(MAGIC, VERSION, self._nonce))
+
+    def go_on(self) -> Channel | None:
+        """Read what has arrived; return the channel as soon as the client has proved itself, None before."""
+        num_missing = _HELLO.size + _PROOF_BYTES - len(self._received)
+        try:
+            some = self._connection.recv(num_missing)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise _explain(self._connection, self._peer, error) from error
+        if not some:
+            raise _hang_up(self._connection, self._peer)
+        self._received += some
+        if len(self._received) < _HELLO.size:
+            return None
+        client_nonce = _check_hello(self._connection, bytes(self._received[: _HELLO.size]), self._peer)
+        proof = self._received[_HELLO.size :]
+        if len(proof) < _PROOF_BYTES:
+            return None
+        nonces = self._nonce + client_nonce
+        if not hmac.compare_digest(bytes(proof), derive(self._secret, b"proof client", nonces)):
+            self._send(bytes(_PROOF_BYTES))
+            raise _refuse(self._connection, self._peer, "it does not know our secret")
+        self._send(derive(self._secret, b"proof server", nonces))
+        return Channel(
+            self._connection,
+            derive(self._secret, b"key server", nonces),
+            derive(self._secret, b"key client", nonces),
+            self._peer,
+        )
+
+    def _send(self, data: bytes) -> None:
+        """Send a few bytes; a socket just accepted has room for them."""
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise _explain(self._connection, self._peer, error) from error
 
 
 def derive(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
@@ -83,7 +121,7 @@ def derive(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
 
 
 class _PlainSide:
-    """A connection before anybody has proved anything: fixed sizes, one deadline."""
+    """A client's connection before the handshake is done: fixed sizes, one deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float, peer: str) -> None:
         self._connection = connection
@@ -92,13 +130,7 @@ class _PlainSide:
 
     def receive_hello(self) -> bytes:
         """The other side's nonce."""
-        magic, version, nonce = _HELLO.unpack(self.receive(_HELLO.size))
-        if magic != MAGIC:
-            raise self.refuse("what answers there is no kv_pool node")
-        if version != VERSION:
-            raise self.refuse(f"it speaks version {version} of the protocol, and this is version {VERSION}")
-        assert isinstance(nonce, bytes)
-        return nonce
+        return _check_hello(self._connection, self.receive(_HELLO.size), self._peer)
 
     def receive(self, num_bytes: int) -> bytes:
         received = bytearray()
@@ -107,10 +139,9 @@ class _PlainSide:
                 self._set_timeout()
                 some = self._connection.recv(num_bytes - len(received))
             except OSError as error:
-                raise self._explain(error) from error
+                raise _explain(self._connection, self._peer, error) from error
             if not some:
-                self._connection.close()
-                raise PeerUnavailableError(f"{self._peer} has hung up during the handshake")
+                raise _hang_up(self._connection, self._peer)
             received += some
         return bytes(received)
 
@@ -119,19 +150,42 @@ class _PlainSide:
             self._set_timeout()
             self._connection.sendall(data)
         except OSError as error:
-            raise self._explain(error) from error
+            raise _explain(self._connection, self._peer, error) from error
 
     def refuse(self, why: str) -> PeerAuthenticationError:
-        self._connection.close()
-        return PeerAuthenticationError(f"{self._peer}: {why}")
-
-    def _explain(self, error: OSError) -> PeerUnavailableError:
-        self._connection.close()
-        why = "has not answered in time" if isinstance(error, TimeoutError) else f"is gone: {error}"
-        return PeerUnavailableError(f"{self._peer} {why} during the handshake")
+        return _refuse(self._connection, self._peer, why)
 
     def _set_timeout(self) -> None:
         rest = self._deadline - time.monotonic()
         if rest <= 0:
             raise TimeoutError
         self._connection.settimeout(rest)
+
+
+def _check_hello(connection: socket.socket, hello: bytes, peer: str) -> bytes:
+    """The nonce in the other side's first message."""
+    magic, version, nonce = _HELLO.unpack(hello)
+    if magic != MAGIC:
+        raise _refuse(connection, peer, "what answers there is no kv_pool node")
+    if version != VERSION:
+        raise _refuse(
+            connection, peer, f"it speaks version {version} of the protocol, and this is version {VERSION}"
+        )
+    assert isinstance(nonce, bytes)
+    return nonce
+
+
+def _refuse(connection: socket.socket, peer: str, why: str) -> PeerAuthenticationError:
+    connection.close()
+    return PeerAuthenticationError(f"{peer}: {why}")
+
+
+def _hang_up(connection: socket.socket, peer: str) -> PeerUnavailableError:
+    connection.close()
+    return PeerUnavailableError(f"{peer} has hung up during the handshake")
+
+
+def _explain(connection: socket.socket, peer: str, error: OSError) -> PeerUnavailableError:
+    connection.close()
+    why = "has not answered in time" if isinstance(error, TimeoutError) else f"is gone: {error}"
+    return PeerUnavailableError(f"{peer} {why} during the handshake")

@@ -13,6 +13,7 @@ from kv_pool.migration.source import SourceTransfers
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.migration.workers import Workers
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -58,9 +59,8 @@ class Housekeeping:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
-        self._thread = threading.Thread(target=self._run, name=f"kv_pool {self._name} leases", daemon=True)
-        self._thread.start()
+        """Start the thread. Raises OutOfThreadsError."""
+        self._thread = start_thread(f"kv_pool {self._name} leases", self._run)
 
     def stop(self) -> None:
         """Wait for what is being done, and end."""

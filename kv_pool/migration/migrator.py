@@ -15,6 +15,7 @@ from typing import Final
 from kv_pool.errors import (
     InvalidArgumentError,
     MigrationError,
+    OutOfThreadsError,
     PeerUnavailableError,
     StaleTransferError,
 )
@@ -170,14 +171,21 @@ class Migrator:
         """Serve others from now on, and end leases that are over.
 
         Raises:
-            EndpointError: the address can not be had. Nothing has changed.
+            EndpointError: the address cannot be used.
+            OutOfThreadsError: the system starts no thread.
             InvalidArgumentError: it was started before.
+            In all cases nothing has changed.
         """
         if self._is_running or self._is_stopped:
             raise InvalidArgumentError(f"node {self.name!r} was started before; make a new one")
         if self._server is not None:
             self._server.start()
-        self._housekeeping.start()
+        try:
+            self._housekeeping.start()
+        except OutOfThreadsError:
+            if self._server is not None:
+                self._server.stop()
+            raise
         self._is_running = True
 
     def stop(self) -> None:
@@ -323,7 +331,7 @@ class Migrator:
         with self._lock:
             self._migrations[transfer_id] = push.migration
         self._note_migration(push.migration)
-        self._pushers.submit(push.run)
+        self._submit(self._pushers, push.run, push.migration)
         return push.migration
 
     def list_migrations(self) -> list[MigrationStatus]:
@@ -451,8 +459,17 @@ class Migrator:
                 return known
             self._migrations[transfer_id] = migration
         self._note_migration(migration)
-        self._pullers.submit(pull.run)
+        self._submit(self._pullers, pull.run, migration)
         return migration
+
+    def _submit(self, workers: Workers, run: Callable[[], object], migration: Migration) -> None:
+        """Have a new migration run; without a thread for it there is no such migration."""
+        try:
+            workers.submit(run)
+        except OutOfThreadsError:
+            with self._lock:
+                del self._migrations[migration.transfer_id]
+            raise
 
     def _note_pull(self, pull: Pull) -> None:
         with self._lock:

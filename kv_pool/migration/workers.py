@@ -8,6 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from kv_pool.errors import OutOfThreadsError
+from kv_pool.threads import start_thread
+
 _Result = TypeVar("_Result")
 _IDLE_S = 10.0
 
@@ -29,7 +32,11 @@ class Workers:
         self._is_stopped = False
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Run it when a thread is free. After `stop` the future is cancelled."""
+        """Run it when a thread is free. After `stop` the future is cancelled.
+
+        Raises:
+            OutOfThreadsError: no thread runs, and the system starts none. The work will not be done.
+        """
         future: Future[_Result] = Future()
         with self._condition:
             if self._is_stopped:
@@ -40,7 +47,15 @@ class Workers:
                 self._condition.notify()
                 return future
             self._num_threads += 1
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        try:
+            start_thread(self._name, self._run)
+        except OutOfThreadsError:
+            with self._condition:
+                self._num_threads -= 1
+                # Another thread takes it, now or when it is done with its own.
+                if not self._num_threads and (future, work) in self._waiting:
+                    self._waiting.remove((future, work))
+                    raise
         return future
 
     def stop(self) -> None:

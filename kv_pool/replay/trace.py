@@ -15,23 +15,26 @@ Other fields are passed over. With `hash_ids` the last id may stand for a partia
 partial block may have none (the agentic trace); both are told by the counts, line by line.
 """
 
-import gzip
 import hashlib
-import lzma
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.replay.decompression import decompress
 
 BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
 """Traces that ship with the package: name to file."""
+
+MAX_LINE_BYTES = 64 << 20
+"""A line of a trace that is longer is broken: about nine million token ids."""
+
+MAX_DECOMPRESSED_BYTES = 64 << 30
+"""Where reading a compressed trace stops with an error."""
 
 _MAX_HASH_ID = 2**64 - 1
 _CANDIDATE_BLOCK_SIZES = tuple(1 << power for power in range(13))
@@ -78,6 +81,8 @@ class Trace:
         block_size: tokens per hash id. Without it, it is inferred from the counts of the first lines.
         timestamp_unit: "ms" or "s".
         skip_broken: count broken lines in `num_broken` and pass over them, instead of raising.
+        max_line_bytes: a longer line is broken. No more of it than this is in memory.
+        max_decompressed_bytes: a compressed trace that holds more is an error, when it is reached.
 
     Attributes:
         path: the file.
@@ -88,7 +93,7 @@ class Trace:
 
     Raises:
         TraceError: no such file, unknown compression or records, a block size that can not be inferred;
-            while iterating, a broken line (with its file and line number).
+            while iterating, a broken line (with its file and line number), or too many decompressed bytes.
     """
 
     def __init__(
@@ -98,16 +103,26 @@ class Trace:
         block_size: int | None = None,
         timestamp_unit: str = "ms",
         skip_broken: bool = False,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
     ) -> None:
         if timestamp_unit not in ("ms", "s"):
             raise InvalidArgumentError(f"timestamp_unit is {timestamp_unit!r}; it is 'ms' or 's'")
         if block_size is not None and block_size < 1:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it counts tokens, 1 or more")
+        for name, limit in (
+            ("max_line_bytes", max_line_bytes),
+            ("max_decompressed_bytes", max_decompressed_bytes),
+        ):
+            if limit < 1:
+                raise InvalidArgumentError(f"{name} is {limit}; it is 1 or more")
         self.path = find_trace(path)
         self.skip_broken = skip_broken
         self.num_broken = 0
         self.first_broken: str | None = None
         self.position = 0.0
+        self._max_line_bytes = max_line_bytes
+        self._max_decompressed_bytes = max_decompressed_bytes
         self._ms_per_unit = 1.0 if timestamp_unit == "ms" else 1000.0
         self.block_size = block_size
         self._is_checked = False
@@ -125,22 +140,20 @@ class Trace:
         self.position = 0.0
         decode = msgspec.json.Decoder(_Record).decode
         size = self.path.stat().st_size or 1
-        with self._open() as raw, _decompress(raw, self.path) as lines:
+        with self._open() as raw:
             number = 0
-            while True:
-                try:
-                    text = lines.readline()
-                except Exception as error:  # each of the three decompressors has its own
-                    raise TraceError(f"{self.path}:{number + 1}: can not decompress: {error}") from error
-                if not text:
-                    break
+            for text in self._read_lines(raw):
                 number += 1
-                if not text.strip():
-                    continue
                 self.position = raw.tell() / size
                 try:
+                    if text is None:
+                        raise self._broken(
+                            number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
+                        )
+                    if not text.strip():
+                        continue
                     request = self._parse(decode(text), number)
-                except (msgspec.MsgspecError, TraceError, UnicodeDecodeError) as error:
+                except (msgspec.MsgspecError, TraceError, UnicodeDecodeError, RecursionError) as error:
                     message = str(error)
                     if not isinstance(error, TraceError):
                         message = f"{self.path}:{number}: {error}"
@@ -154,6 +167,33 @@ class Trace:
                     continue
                 yield request
         self.position = 1.0
+
+    def _read_lines(self, raw: BufferedReader) -> Iterator[bytes | None]:
+        """The lines of the file, decompressed, with their line ends; None for one that is too long."""
+        number = 1
+        num_bytes = 0
+        limit = self._max_line_bytes + 1  # and the line end
+        is_inside = False  # a line that is too long
+        with decompress(raw, self.path) as lines:
+            while True:
+                try:
+                    text = lines.readline(limit)
+                except Exception as error:  # each of the three decompressors has its own
+                    raise TraceError(f"{self.path}:{number}: can not decompress: {error}") from error
+                if not text:
+                    return
+                num_bytes += len(text)
+                if num_bytes > self._max_decompressed_bytes and lines is not raw:
+                    raise self._broken(
+                        number,
+                        f"the file is compressed and holds more than {self._max_decompressed_bytes:,} bytes "
+                        "(max_decompressed_bytes)",
+                    )
+                is_at_end = len(text) < limit or text.endswith(b"\n")
+                if not is_inside:
+                    yield text if is_at_end else None
+                is_inside = not is_at_end
+                number += is_at_end
 
     def _open(self) -> BufferedReader:
         try:
@@ -254,27 +294,3 @@ def find_trace(path: str | Path) -> Path:
     if name is not None:
         return Path(str(resources.files("kv_pool.replay") / "traces" / name))
     raise TraceError(f"{path}: no such file; traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}")
-
-
-@contextmanager
-def _decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    """The lines of the file, by what its first bytes say it is."""
-    magic = raw.read(6)
-    raw.seek(0)
-    if magic[:2] == b"\x1f\x8b":
-        with gzip.open(raw) as lines:
-            yield BufferedReader(lines, 1 << 20)
-    elif magic == b"\xfd7zXZ\x00":
-        with lzma.open(raw) as lines:
-            yield BufferedReader(lines, 1 << 20)
-    elif magic[:4] == b"\x28\xb5\x2f\xfd":
-        try:
-            from backports import zstd
-        except ImportError as error:
-            raise TraceError(
-                f"{path}: reading .zst needs backports.zstd: pip install 'kv_pool[lab]'"
-            ) from error
-        with zstd.open(raw) as lines:
-            yield BufferedReader(lines, 1 << 20)
-    else:
-        yield raw

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kv_pool.errors import OutOfThreadsError
 from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.threads import start_thread
 from kv_pool.tiers.block_rows import ByteRows
 from kv_pool.tiers.disk_tier import DiskTier
 
@@ -83,8 +85,14 @@ class Prefetcher:
                 self._waiting.append(Errand(owner, list(keys), list(slots)))
             self._num_blocks += len(new)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kv-pool-prefetch", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread = start_thread("kv_pool prefetch", self._run)
+                except OutOfThreadsError as error:
+                    # Reading ahead is a favour: the blocks are read when they are needed.
+                    _logger.warning("%d blocks are not read ahead: %s", len(new), error)
+                    self.num_errors += 1
+                    self._waiting.clear()
+                    self._num_blocks -= len(new)
             self._lock.notify_all()
 
     def cancel(self, owner: str | None = None) -> None:

@@ -12,7 +12,7 @@ from cli.kv_pool_command import kv_pool_command
 from replay.made_trace import record, write_trace
 
 from kv_pool import __version__
-from kv_pool.events.continuity import ReceivedBatch
+from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 
 TRACE = [record(24, [1, 2, 3], 5, 0), record(32, [1, 2, 4, 5], 9, 10), record(16, [6, 7], 2, 900)]
@@ -271,3 +271,11 @@ def test_events_that_can_not_be_published_are_one_line_and_status_2(folder, opti
     done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_one_line_per_request_is_written_on_demand(folder):
+    done = kv_pool_command("replay", "trace.gz", "--blocks", "20", "--requests", "requests.jsonl", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert len(lines) == int(rows(done.stdout)["requests"].replace(",", ""))
+    assert {line["outcome"] for line in lines} <= {"done", "refused"}

@@ -1,11 +1,12 @@
 import hashlib
+import random
 
 import numpy as np
 import pytest
 from drawing import make_request
 
 from kv_pool import BlockHasher, LoRARequest, MultiModalFeature, PlaceholderRange
-from kv_pool.core.extra_keys import find_extra_keys, untag_extra_keys
+from kv_pool.core.extra_keys import ExtraKeysWalk, find_extra_keys, untag_extra_keys
 
 IMAGE = MultiModalFeature("img", PlaceholderRange(offset=6, length=4))
 CLIP = MultiModalFeature("clip", PlaceholderRange(offset=10, length=3))
@@ -29,6 +30,57 @@ def test_a_plain_request_has_none():
 def test_an_input_counts_in_every_block_it_reaches_into(start, expected):
     request = make_request([], mm_features=[IMAGE, CLIP])
     assert find_extra_keys(request, start, start + 4) == expected
+
+
+class CountedFeature:
+    """A multimodal input that counts how often its position is read."""
+
+    def __init__(self, identifier, offset, length):
+        self.identifier = identifier
+        self.position = PlaceholderRange(offset, length)
+        self.num_reads = 0
+
+    @property
+    def mm_position(self):
+        self.num_reads += 1
+        return self.position
+
+
+def test_many_inputs_cost_a_request_no_quadratic_time():
+    features = [CountedFeature(str(number), 4 * number, 4) for number in range(500)]
+    request = make_request([], mm_features=features, all_token_ids=list(range(2000)))
+    assert len(BlockHasher("sha256", "", 4).hash_request(request)) == 500
+    assert max(feature.num_reads for feature in features) < 10
+
+
+def find_slowly(features, start, end):
+    reaching = [feature for feature in features if feature.mm_position.offset < end]
+    return tuple(
+        ("mm", feature.identifier, feature.mm_position.offset - start)
+        for feature in reaching
+        if feature.mm_position.offset + feature.mm_position.length > start
+    )
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_walk_finds_what_a_search_of_all_inputs_finds(seed):
+    rng = random.Random(seed)
+    offsets = sorted(rng.randrange(100) for _ in range(rng.randrange(1, 12)))
+    features = [
+        MultiModalFeature(f"input {number}", PlaceholderRange(offset, rng.choice([0, 1, 5, 60])))
+        for number, offset in enumerate(offsets)
+    ]
+    request = make_request([], mm_features=features)
+    block_size, num_lookahead = rng.choice([1, 3, 8]), rng.choice([0, 2])
+    first = rng.choice([0, 5 * block_size])
+    walk = ExtraKeysWalk(request)
+    for start in range(first, 130, block_size):
+        if rng.random() < 0.2:
+            continue  # the walk may skip blocks
+        end = start + block_size + num_lookahead
+        expected = find_slowly(features, start, end) or None
+        assert walk.find(start, end) == expected
+        assert find_extra_keys(request, start, end) == expected
 
 
 def test_the_salt_counts_in_the_first_block_only():

@@ -4,9 +4,9 @@ import threading
 import time
 
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.continuity import BatchesLost
 from kv_pool.events.following import apply_item
 from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_items import BatchesLost
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
 

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from kv_pool import AllBlocksCleared, BlockRemoved
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
-from kv_pool.events.continuity import (
-    BatchesLost,
-    Continuity,
-    PublisherRestarted,
-    PublisherSilent,
-    ReceivedBatch,
-    is_snapshot,
-)
+from kv_pool.events.continuity import Continuity, is_snapshot
+from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 
 
 def payload_of(name, ts=None):
@@ -364,6 +358,126 @@ def test_what_waits_is_bounded_and_what_was_dropped_is_asked_for():
     )
 
 
+# ---- requests that are not answered --------------------------------------------------------------
+
+
+def unanswered(*names, **options):
+    """A stream that began with a0 and lost a1 to a3, since three requests were not answered."""
+    stream = started("a0", replay_timeout_s=5, max_attempts=3, **options)
+    stream.live("a4", *names)
+    for _ in range(2):
+        assert stream.wait(5) == ""
+    assert stream.wait(5).startswith("lost:1-3 a4")
+    stream.asked()
+    return stream
+
+
+def test_a_loss_to_unanswered_requests_is_healed_by_a_snapshot():
+    stream = unanswered()
+    assert stream.machine.is_incomplete
+    assert stream.wait(5) == ""
+    assert stream.asked() == 0
+    assert stream.live("a5") == "a5"  # live batches do not wait
+    assert stream.replay("S3", ts=99.0) == "S3r"
+    assert stream.live("a6") == ""
+    assert stream.replay("a4", "a5", "a6", "end") == "a4r a5r a6r"
+    assert stream.live("a7") == "a7"
+    assert not stream.machine.is_incomplete
+    assert stream.machine.deadline is None
+    assert stream.machine.counts().num_heals == 1
+
+
+def test_a_snapshot_older_than_what_came_live_leaves_no_gap():
+    stream = unanswered("a5", "a6", "a7")
+    stream.wait(5)
+    assert stream.replay("S3", "a4", "end", ts=99.0) == "S3r a4r"
+    assert stream.live("a8") == ""
+    assert stream.asked() == 4
+    assert stream.replay("a4", "a5", "a6", "a7", "a8", "end", ts=99.0) == "a5r a6r a7r a8r"
+
+
+def test_a_loss_is_healed_by_reading_the_whole_stream_again():
+    stream = unanswered()
+    stream.wait(5)
+    assert stream.asked() == 0
+    item = stream.machine.take_replayed(0, payload_of("a0"), stream.now)[0]
+    assert item.is_reset
+    assert item.batch.events[1:] == [BlockRemoved([ord("a")], "GPU")]
+    assert stream.replay(*[f"a{n}" for n in range(1, 6)], "end") == "a1r a2r a3r a4r a5r"
+    assert not stream.machine.is_incomplete
+
+
+def test_what_is_left_from_before_the_loss_is_read_again():
+    stream = unanswered("a5", "a6")
+    stream.wait(5)
+    assert stream.replay("a2", "a3", "a4", "a5", "a6", "end") == "S2r a3r a4r a5r a6r"
+    assert stream.live("a7") == "a7"
+    assert not stream.machine.is_incomplete
+
+
+def test_an_answer_with_nothing_older_ends_the_healing():
+    stream = unanswered("a5", "a6")
+    stream.wait(5)
+    assert stream.replay("a5", "a6", "end") == ""
+    assert stream.live("a7") == "a7"
+    assert not stream.machine.is_incomplete
+    assert stream.machine.deadline is None
+    assert stream.machine.counts().num_heals == 0
+
+
+def test_healing_is_tried_again_with_growing_pauses():
+    stream = unanswered()
+    pauses = []
+    while len(pauses) < 9:
+        since = stream.now
+        stream.now = stream.machine.deadline
+        assert stream.wait(0) == ""
+        if stream.asked() is None:
+            continue
+        pauses.append(stream.now - since)
+        stream.wait(5)
+        assert stream.machine.request is None
+    assert pauses == [5, 5, 15, 35, 75, 155, 315, 315, 315]
+    stream.now = stream.machine.deadline
+    stream.wait(0)
+    assert stream.replay("S4", "end", ts=99.0) == "S4r"
+    assert not stream.machine.is_incomplete
+
+
+def test_a_stream_whose_beginning_is_not_answered_is_healed():
+    stream = Stream(replay_timeout_s=5, max_attempts=1)
+    assert stream.wait(5) == ""
+    assert stream.machine.is_incomplete
+    assert stream.wait(5) == ""
+    assert stream.replay("S7", "end") == "skipped:0-6 S7r"
+    assert not stream.machine.is_incomplete
+
+
+def test_a_live_clear_ends_the_healing():
+    stream = unanswered()
+    assert stream.live("S5") == "S5"
+    assert not stream.machine.is_incomplete
+
+
+def test_an_answer_to_a_later_gap_is_followed_by_the_healing():
+    stream = unanswered()
+    stream.live("a7")
+    assert stream.asked() == 4
+    assert stream.replay("a4", "a5", "a6", "a7", "end") == "a5r a6r a7r"
+    assert stream.wait(0) == ""
+    assert stream.asked() == 0
+    assert stream.replay("S7", "end", ts=99.0) == "S7r"
+
+
+def test_the_highest_number_is_followed_by_a_request():
+    """One more would be the end marker, which cannot be asked for."""
+    highest = 2**64 - 2
+    stream = Stream(can_replay=True)
+    stream.replay(f"S{highest}", "end")
+    stream.machine.take_connected(stream.now)
+    assert stream.machine.request.start == highest
+
+
 # ---- restarts ------------------------------------------------------------------------------------
 
 
@@ -635,7 +749,8 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
             match item:
                 case ReceivedBatch():
                     if item.is_reset:
-                        held, is_whole = list(item.batch.events[1].block_hashes), True
+                        held = list(item.batch.events[1].block_hashes)
+                        is_whole = has_snapshots or item.sequence == 0
                     else:
                         held.extend(item.batch.events[0].block_hashes)
                 case BatchesLost(is_healed=False):
@@ -693,13 +808,15 @@ def test_whatever_happens_the_stream_is_whole_or_says_that_it_is_not(
     for _ in range(50):
         if machine.request is not None:
             answer(True)
-        elif machine.is_recovering:
+        elif machine.is_recovering or machine.is_incomplete:
             stream.now = machine.deadline
             read(machine.take_time(stream.now))
         else:
             break
     assert machine.request is None
     assert machine.expected == sequence
+    assert not machine.is_incomplete
+    assert is_whole or not has_snapshots
     if is_whole:
         # Nothing missing, nothing twice, nothing of a life before.
         assert held == [number_of(life, one) for one, _ in sent]

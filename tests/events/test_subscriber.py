@@ -22,15 +22,15 @@ from events.wire_publisher import WirePublisher
 
 from kv_pool import AllBlocksCleared, InvalidArgumentError
 from kv_pool.errors import EndpointError
-from kv_pool.events.continuity import (
+from kv_pool.events.curve_keys import CurveKeys
+from kv_pool.events.following import apply_item, follow, follow_async
+from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_items import (
     BatchesLost,
     PublisherRestarted,
     PublisherSilent,
     ReceivedBatch,
 )
-from kv_pool.events.curve_keys import CurveKeys
-from kv_pool.events.following import apply_item, follow, follow_async
-from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.subscriber import KVEventSubscriber
 
 
@@ -117,6 +117,112 @@ def test_a_replay_that_is_not_answered_is_given_up():
             items = join(subscriber, publisher)
     assert isinstance(items[-1], ReceivedBatch)
     assert subscriber.stats().counts.num_batches == len(sequences(items))
+
+
+def test_a_live_frame_with_the_end_markers_number_is_unreadable():
+    """It used to be taken for a batch, and the next reconnect raised InvalidArgumentError."""
+    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
+        read = len(join(subscriber, publisher))
+        with publisher.lock:
+            publisher.live.send_multipart([b"", b"\xff" * 8, publisher.buffer[-1][1]])
+        publisher.publish([])
+        items = read_until(subscriber, has(read))
+        assert sequences(items) == [read]
+        assert subscriber.stats().num_unreadable == 1
+
+
+def test_the_highest_live_number_survives_a_reconnect():
+    first = WirePublisher()
+    places = {"endpoint": first.endpoint, "replay_endpoint": first.replay_endpoint}
+    with subscribe(first) as subscriber:
+        join(subscriber, first)
+        first.sequence = 2**64 - 2
+        first.publish([])
+        read_until(subscriber, has(2**64 - 2))
+        first.close()
+        with WirePublisher(**places) as second:
+            second.ts += 1000
+            second.publish([])
+            items = read_until(subscriber, has(0))
+            assert PublisherRestarted() in items
+
+
+def test_a_mirror_that_lost_batches_to_unanswered_replays_heals():
+    """It used to stay too small without end, though the publisher answered again."""
+    life = LivingPool()
+    mirror = PrefixMirror()
+
+    def note(item):
+        apply_item(mirror, item, "pool")
+
+    with our_publisher() as publisher, WirePublisher() as unanswering:
+        unanswering.ignores_requests = True
+        publisher.publish(life.step())
+        subscriber = KVEventSubscriber(
+            publisher.endpoint, unanswering.replay_endpoint, replay_timeout_s=0.05, max_attempts=3
+        )
+        with subscriber:
+            published = 1
+
+            def has_lost(items):
+                nonlocal published
+                publisher.publish(life.step())
+                published += 1
+                return losses(items)
+
+            read_until(subscriber, has_lost, note)
+            assert subscriber.stats().is_incomplete
+            subscriber.replay_endpoint = publisher.replay_endpoint
+            wait_until_sent(publisher, published)
+            read_until(subscriber, lambda _: not subscriber.stats().is_incomplete, note)
+            read_to_the_end(subscriber, publisher, published, mirror)
+            assert mirror.state_of("pool") == pool_map(life.pool)
+            assert subscriber.stats().counts.num_heals == 1
+
+
+def test_a_message_beyond_the_size_limit_is_not_received():
+    """A hostile publisher could make its readers allocate whatever it announced."""
+    with WirePublisher() as publisher, subscribe(publisher, max_message_bytes=10_000) as subscriber:
+        read = len(join(subscriber, publisher))
+        publisher.publish(None, payload=bytes(20_000))
+        read_until(subscriber, lambda _: subscriber.stats().num_connections > 1)
+        publisher.buffer.pop()
+        publisher.buffer.append((read, b"\x93\xcb" + bytes(8) + b"\x90\x00"))
+        items = read_until(subscriber, has(read))
+        assert losses(items) == []
+
+
+def test_a_snapshot_beyond_the_size_limit_is_a_stated_loss():
+    options = {"max_message_bytes": 5_000, "replay_timeout_s": 0.05, "max_attempts": 2}
+    with WirePublisher() as publisher:
+        publisher.publish(None, payload=bytes(20_000), is_dropped=True)
+        publisher.publish([])
+        with subscribe(publisher, **options) as subscriber:
+            read_until(subscriber, lambda _: subscriber.stats().is_incomplete)
+            assert subscriber.stats().counts.num_batches == 0
+
+
+@pytest.mark.parametrize("name", ["max_message_bytes", "max_held", "max_held_bytes"])
+def test_a_bound_below_one_is_refused(name):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is 0"):
+        KVEventSubscriber("tcp://127.0.0.1:1", **{name: 0})
+
+
+def test_few_batches_are_decoded_ahead_of_the_reader():
+    """A thousand used to be, whatever their size."""
+    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
+        join(subscriber, publisher)
+        for _ in range(300):
+            publisher.publish([])
+        read = [next(subscriber).sequence]
+        publisher.publish([], is_dropped=True)
+        publisher.publish([])
+        most = len(subscriber._ready)
+        while read[-1] < publisher.sequence - 1:
+            read.append(next(subscriber).sequence)
+            most = max(most, len(subscriber._ready))
+        assert read == list(range(read[0], publisher.sequence))
+        assert most <= 64
 
 
 def test_a_restart_is_noticed_and_the_new_life_read_from_its_start():

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from made_threads import no_new_threads
 from migration.made_channels import LONG, Beside, soon
 
 from kv_pool import errors
@@ -15,6 +16,7 @@ from kv_pool.errors import (
     InvalidArgumentError,
     KVPoolError,
     MigrationError,
+    OutOfThreadsError,
     PeerAuthenticationError,
     PeerUnavailableError,
     StaleTransferError,
@@ -89,6 +91,10 @@ def wait_until(condition):
     end = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < end, "it never came to be"
+
+
+def count_node_threads():
+    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
 
 
 # ---- both kinds ----------------------------------------------------------------------------------
@@ -288,6 +294,64 @@ def test_a_stranger_that_says_nothing_is_not_waited_for_long():
         while stranger.recv(4096):
             pass
         wait_until(lambda: server.counts.num_unauthenticated == 1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 38, 39, 70])
+def test_half_open_connections_take_no_threads(num_bytes):
+    """A limit of 30 threads and 64 of these made a node deaf for good."""
+    with serve(Node(), handshake_s=LONG) as server:
+        strangers = [connect_to(server.address, LONG) for _ in range(64)]
+        for stranger in strangers:
+            stranger.sendall((b"KVPOOL\x01".ljust(39, b"n") + bytes(32))[:num_bytes])
+        wait_until(lambda: server.counts.num_accepted == 64)
+        assert count_node_threads() == 1
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        assert server.counts.num_unauthenticated == 1  # the oldest made room
+        calls.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_node_hears_again_after_a_thread_did_not_start(caplog):
+    with serve(Node()) as server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        with no_new_threads():
+            for _ in range(4):
+                with pytest.raises(PeerUnavailableError):
+                    ask(calls)
+        assert server.counts.num_without_thread == 4
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        calls.close()
+    assert count_node_threads() == 0
+    warned = [record.args[0] for record in caplog.records if "for want of a thread" in record.msg]
+    assert warned == [1, 2, 4]
+
+
+def test_a_server_that_gets_no_thread_says_so_and_opens_nothing():
+    server = CallServer("127.0.0.1:0", SECRET, Node().answer)
+    with no_new_threads(), pytest.raises(OutOfThreadsError, match="limit of threads"):
+        server.start()
+    assert server.address == ""
+    server.stop()
+    with server:
+        calls = RemoteCalls(server.address, SECRET, "caller")
+        assert ask(calls) == Cancelled(is_acknowledged=True)
+        calls.close()
+
+
+def test_proven_clients_that_say_nothing_more_are_limited():
+    with serve(Node(), max_strangers=2, handshake_s=LONG) as server:
+        silent = [
+            greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node") for _ in range(2)
+        ]
+        wait_until(lambda: server.counts.num_accepted == 2)
+        third = greet_server(connect_to(server.address, LONG), SECRET, soon(), "the node")
+        with pytest.raises(PeerUnavailableError):
+            third.receive(soon())
+        assert server.counts.num_turned_away == 1
+        for channel in silent:
+            channel.close()
 
 
 def test_one_connection_too_many_is_told_so():

@@ -2,7 +2,9 @@ import threading
 from concurrent.futures import CancelledError
 
 import pytest
+from made_threads import no_new_threads
 
+from kv_pool.errors import OutOfThreadsError
 from kv_pool.migration.workers import Workers
 
 PATIENCE_S = 30.0
@@ -48,4 +50,29 @@ def test_a_thousand_small_things_all_run():
     workers = Workers("a test", 4)
     futures = [workers.submit(lambda number=number: number) for number in range(1000)]
     assert [future.result(PATIENCE_S) for future in futures] == list(range(1000))
+    workers.stop()
+
+
+def test_workers_work_again_after_a_thread_did_not_start():
+    workers = Workers("a test", 1)
+    done = []
+    with no_new_threads():
+        for _ in range(3):
+            with pytest.raises(OutOfThreadsError):
+                workers.submit(lambda: done.append("never"))
+    assert workers.submit(lambda: 6 * 7).result(PATIENCE_S) == 42
+    assert not done
+    workers.stop()
+
+
+def test_work_waits_for_a_busy_thread_where_no_other_starts():
+    workers = Workers("a test", 2)
+    begun, go = threading.Event(), threading.Event()
+    first = workers.submit(lambda: (begun.set(), go.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
+    with no_new_threads():
+        second = workers.submit(lambda: 2)
+    go.set()
+    assert second.result(PATIENCE_S) == 2
+    assert first.result(PATIENCE_S)
     workers.stop()

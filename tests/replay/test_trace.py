@@ -1,8 +1,11 @@
 """Reading traces: every compression, both kinds of records, and what is broken about the broken ones."""
 
+import base64
 import gzip
 import hashlib
+import json
 import lzma
+import tracemalloc
 
 import pytest
 from backports import zstd
@@ -254,6 +257,7 @@ BROKEN = {
     "negative output_length": (record(600, [1, 2], -5), "output_length is -5"),
     "empty prompt": (record(0, []), "at least 1 token"),
     "empty token_ids": ({"token_ids": []}, "at least 1 token"),
+    "nested lists": ('{"input_length": 600, "more": ' + "[" * 10**5 + "]" * 10**5 + "}", "recursion depth"),
 }
 
 
@@ -323,3 +327,65 @@ def test_damaged_compression_is_an_error_with_file_and_line(tmp_path, suffix):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with pytest.raises(TraceError, match=rf"trace{suffix}:\d+: "):
             read_all(path, block_size=8)
+
+
+# ---- limits ------------------------------------------------------------------------------------
+
+LONG_LINE = b'{"input_length": 600, "hash_ids": [' + b"1, " * 10**6 + b"2]}"
+
+
+XZ_WITH_A_DICTIONARY_OF_512_MIB = base64.b64decode(
+    "/Td6WFoAAATm1rRGAgAhASIAAACCQKzcAQAkeyJpbnB1dF9sZW5ndGgiOiA4LCAiaGFzaF9p"
+    "ZHMiOiBbMV19CgAAAACVr8UvDfoH2QABPSXSKWoBH7bzfQEAAAAABFla"
+)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_line_that_is_too_long_is_broken_and_never_in_memory(tmp_path, suffix):
+    path = write_trace(tmp_path / f"trace{suffix}", [GOOD, LONG_LINE * 30, GOOD, LONG_LINE])
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match=rf"trace{suffix}:2: the line has more than 100,000 bytes"):
+            read_all(path, block_size=512, max_line_bytes=100_000)
+        trace = Trace(path, block_size=512, max_line_bytes=100_000, skip_broken=True)
+        assert [request.line for request in trace] == [1, 3]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert trace.num_broken == 2
+    assert peak < len(LONG_LINE) * 30 / 4
+
+
+@pytest.mark.parametrize("line_end", [b"", b"\n"])
+def test_the_limit_of_a_line_does_not_count_its_end(tmp_path, line_end):
+    line = json.dumps(GOOD).encode()
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line + line_end)
+    assert len(read_all(path, block_size=512, max_line_bytes=len(line))) == 1
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1: the line has more than"):
+        Trace(path, block_size=512, max_line_bytes=len(line) - 1)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_file_that_decompresses_without_end_is_an_error(tmp_path, suffix):
+    path = write_trace(tmp_path / f"trace{suffix}", [GOOD] * 1000)
+    assert len(read_all(path, block_size=512, max_decompressed_bytes=80_000)) == 1000
+    with pytest.raises(TraceError, match=r"trace.*:\d+: the file is compressed and holds more than 20,000"):
+        read_all(path, block_size=512, max_decompressed_bytes=20_000, skip_broken=True)
+    plain = write_trace(tmp_path / "trace.jsonl", [GOOD] * 1000)
+    assert len(read_all(plain, block_size=512, max_decompressed_bytes=1)) == 1000
+
+
+def test_an_xz_file_may_not_ask_for_all_memory(tmp_path):
+    path = tmp_path / "trace.xz"
+    path.write_bytes(XZ_WITH_A_DICTIONARY_OF_512_MIB)
+    assert lzma.decompress(path.read_bytes()).startswith(b'{"input_length": 8')
+    with pytest.raises(TraceError, match=r"trace\.xz:1: can not decompress: Memory usage limit exceeded"):
+        Trace(path)
+
+
+@pytest.mark.parametrize("name", ["max_line_bytes", "max_decompressed_bytes"])
+def test_limits_below_one_byte_are_refused(tmp_path, name):
+    path = write_trace(tmp_path / "trace.jsonl", [GOOD])
+    with pytest.raises(InvalidArgumentError, match=f"{name} is 0"):
+        Trace(path, **{name: 0})

@@ -12,7 +12,7 @@ from events.pool_map import pool_map
 
 from kv_pool.events.stream_state import StreamState
 
-pytestmark = pytest.mark.peers
+pytestmark = pytest.mark.smg
 
 
 def make(**settings):

@@ -1,0 +1,81 @@
+"""The bytes of a compressed file as a stream, in bounded memory."""
+
+import gzip
+import lzma
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import IO
+
+from kv_pool.errors import TraceError, describe_install
+
+XZ_MEMORY_LIMIT = 256 << 20
+"""Bytes that decompressing .xz may take; `xz -9` needs 65 MiB, the format allows 4 GiB."""
+
+_CHUNK = 1 << 16
+_BUFFER = 1 << 20
+
+
+class XzReader(RawIOBase):
+    """Decompresses .xz, as `lzma.open` does, with a limit on memory.
+
+    Raises:
+        lzma.LZMAError: damaged data, or data that need more than `XZ_MEMORY_LIMIT`.
+        EOFError: the data end in the middle of a stream.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
+        """Fill `buffer` as far as one step of the decoder reaches; 0 at the end."""
+        while True:
+            data = b""
+            if self._decoder.eof:
+                # Another stream may follow, after zeros that pad to four bytes.
+                data = self._decoder.unused_data.lstrip(b"\0")
+                while not data:
+                    if not (chunk := self._raw.read(_CHUNK)):
+                        return 0
+                    data = chunk.lstrip(b"\0")
+                self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
+            elif self._decoder.needs_input:
+                data = self._raw.read(_CHUNK)
+                if not data:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            found = self._decoder.decompress(data, len(buffer))
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
+
+
+@contextmanager
+def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+    """The content of the file `raw`, compressed as its first bytes say: gzip, xz, zstd or not at all.
+
+    Raises:
+        TraceError: zstd without the package that reads it.
+    """
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        with gzip.open(raw) as content:
+            yield BufferedReader(content, _BUFFER)
+    elif magic == b"\xfd7zXZ\x00":
+        yield BufferedReader(XzReader(raw), _BUFFER)
+    elif magic[:4] == b"\x28\xb5\x2f\xfd":
+        try:
+            from backports import zstd
+        except ImportError as error:
+            raise TraceError(
+                f"{path}: reading .zst needs backports.zstd: {describe_install('lab')}"
+            ) from error
+        with zstd.open(raw) as content:
+            yield BufferedReader(content, _BUFFER)
+    else:
+        yield raw
