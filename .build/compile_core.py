@@ -22,7 +22,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
-# What every event of a stream goes through, in a publisher's thread and in a router; no module may import zmq.
+# What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
     "event_filter",
     "held_blocks",
