@@ -173,7 +173,7 @@ PublishReplay = Annotated[
     str | None,
     typer.Option(
         metavar="ENDPOINT",
-        help="Where readers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+        help="Where readers ask for events that they missed, such as tcp://127.0.0.1:5657.",
         rich_help_panel=EVENTS_PANEL,
     ),
 ]
