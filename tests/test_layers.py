@@ -13,6 +13,7 @@ LAYERS = {
     "documentation": 0,
     "version": 0,
     "core": 1,
+    "foreign_bytes": 1,
     "regular_files": 1,
     "threads": 1,
     "contiguous": 2,
