@@ -11,6 +11,7 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds, Hold
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.core.prefix_cache import (
     EVICTING,
     NOTHING,
@@ -66,6 +67,7 @@ class BlockPoolCore(PrefixCache):
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
+        check_fits_memory(num_gpu_blocks)
         blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         super().__init__(
             blocks,
@@ -373,7 +375,8 @@ class BlockPoolCore(PrefixCache):
         """
         if self._unfinished != NOTHING:
             self._recover()
-        self.holds.check_movable({block_id for pair in pairs for block_id in pair})
+        if self.holds.list_holds():
+            self.holds.check_movable({block_id for pair in pairs for block_id in pair})
         old = self.blocks
         num_blocks = len(old)
         new = list(old)

@@ -521,12 +521,12 @@ class KVCacheManager:
     def pop_tables(self, request_id: str) -> list[BlockTable]:
         """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
 
+        Copies into some of them may still be pending; `copies.check_made` tells, before their bytes are read.
+
         Raises:
-            InvalidArgumentError: the request has no blocks, or copies of some are still to be made.
+            InvalidArgumentError: the request has no blocks.
         """
         tables = self._tables_of(request_id)
-        for table in tables:
-            self.copies.check_made(request_id, table.blocks)
         del self._tables[request_id]
         return tables
 
@@ -561,6 +561,8 @@ class KVCacheManager:
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Give back blocks that are in no table, first to be reused first; a retention may keep some."""
+        if len(self.copies):
+            self.copies.drop(blocks)
         if self.retention is not None and self.retention.is_active:
             self.retention.free_blocks(blocks)
         else:
