@@ -494,13 +494,12 @@ class Pull:
 
     def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
         reply = self._repeat(AskChecksums(self.transfer_id, batch.positions), Checksums)
-        values = np.frombuffer(reply.values, ">u8")
-        if len(values) != len(batch.positions):
+        if len(reply.values) != 8 * len(batch.positions):
             raise TransferFailedError(
-                f"node {self._get_source().name!r} has sent {len(values)} checksums for "
-                f"{len(batch.positions)} blocks"
+                f"node {self._get_source().name!r} has sent {len(reply.values)} bytes of checksums for "
+                f"{len(batch.positions)} blocks; each has 8"
             )
-        return values.astype(np.uint64)
+        return np.frombuffer(reply.values, ">u8").astype(np.uint64)
 
     def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
         expected = asked.result()
