@@ -7,6 +7,7 @@ The environment variable KV_POOL_BUILD decides, at build time only:
 """
 
 import ast
+import atexit
 import os
 import re
 import shutil
@@ -62,6 +63,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
         if mode not in ("auto", "compiled", "plain"):
             raise ValueError(f"KV_POOL_BUILD is {mode!r}; it is auto, compiled or plain")
         self.build_dir = tempfile.mkdtemp(prefix="kv_pool-mypyc-")
+        atexit.register(shutil.rmtree, self.build_dir, ignore_errors=True)  # a failed build has no `finalize`
         if self.target_name != "wheel" or version == "editable" or mode == "plain":
             return
         try:

@@ -11,6 +11,7 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds, Hold
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.core.prefix_cache import (
     EVICTING,
     NOTHING,
@@ -66,6 +67,7 @@ class BlockPoolCore(PrefixCache):
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
+        check_fits_memory(num_gpu_blocks)
         blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         super().__init__(
             blocks,
@@ -283,11 +285,11 @@ class BlockPoolCore(PrefixCache):
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
         listed: list[Any] = list(block_ids)
-        num_blocks: i64 = self.num_gpu_blocks
+        num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
         for element in listed:
             if not isinstance(element, int):
                 raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(element).__name__}")
-            block_id: i64 = element
+            block_id: int = element
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
