@@ -328,11 +328,11 @@ class Pull:
         self._enter(MigrationPhase.ACKNOWLEDGING)
 
     def _acknowledge(self) -> None:
-        """M3, M4: until the source has answered, a move's subject is not ours. A copy is."""
+        """M3, M4: a move's subject is ours when the source has answered; a copy is, unless it is wrong."""
         new_ids = [block.block_id for block in self._get_room().blocks]
         message = AcknowledgeTransfer(self.transfer_id, self._get_offer().epoch, new_ids)
         try:
-            self._call(message, Acknowledged)
+            (self._call if self.is_move else self._repeat)(message, Acknowledged)
         except Exception as error:
             if self.is_move or isinstance(error, InvalidContentError):
                 if isinstance(error, StaleTransferError):
