@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory
+from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
 from kv_pool.replay.groups import FORMAT, parse_groups
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE, PREEMPTIONS, TIER_WRITES
@@ -184,9 +184,7 @@ Memory = Annotated[
     str | None,
     typer.Option(help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=_MODEL),
 ]
-Model = Annotated[
-    str | None, typer.Option(help="A well-known model, such as llama-3-8b.", rich_help_panel=_MODEL)
-]
+Model = Annotated[str | None, typer.Option(help=f"One of: {', '.join(MODELS)}.", rich_help_panel=_MODEL)]
 NumLayers = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=_MODEL)]
 NumKVHeads = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=_MODEL)]
 HeadSize = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=_MODEL)]
