@@ -36,9 +36,9 @@ class Pins:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin each block once more. Raises PinLimitError; nothing has changed then."""
         self.check_room(sum(block not in self._counts for block in set(blocks)))
-        self._hold.add(blocks)
         for block in blocks:
             self._counts[block] = self._counts.get(block, 0) + 1
+        self._hold.add(blocks)
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take one pin off each block.
@@ -51,12 +51,13 @@ class Pins:
             left[block] = left.get(block, self._counts.get(block, 0)) - 1
             if left[block] < 0:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
+        # Off the hold first: an interrupt leaves no hold on a block that may be freed.
+        self._hold.remove([block for block, count in left.items() if not count])
         for block, count in left.items():
             if count:
                 self._counts[block] = count
             else:
                 del self._counts[block]
-        self._hold.remove([block for block, count in left.items() if not count])
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)
