@@ -190,7 +190,7 @@ def test_ctrl_c_ends_it_without_a_word(publisher):
         assert "stored" in running.stdout.readline()
         running.send_signal(signal.SIGINT)
         rest, complaints = running.communicate(timeout=20)
-    assert (running.returncode, rest, complaints) == (0, "", "")
+    assert (running.returncode, rest, complaints) == (130, "", "")
 
 
 @pytest.mark.parametrize("options", [[], ["--mirror"]])

@@ -67,7 +67,7 @@ def test_nothing_but_the_message_is_on_stderr(folder):
         ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
         (
             "table.csv",
-            "table.csv:1: JSON is malformed: invalid character (byte 0); a trace has ",
+            "table.csv:1: JSON is malformed: invalid character (byte 4); a trace has ",
         ),
     ],
 )
