@@ -54,7 +54,7 @@ def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel(f"capacity in blocks of {first.block_size} tokens")
     axes.set_ylabel("prefix-cache hit rate")
-    name = Path(first.provenance.trace).name if first.provenance else ""
+    name = Path(first.provenance.trace).name.replace("$", r"\$") if first.provenance else ""
     axes.set_title(
         f"{name}\n{first.requests:,} requests, clock {first.clock}, {first.convention}", fontsize=10
     )
