@@ -121,13 +121,8 @@ def run_replay(
         InvalidArgumentError: settings that can not be meant; a capacity in which no request fits.
     """
     _check(settings)
-    trace = Trace(
-        settings.trace,
-        block_size=settings.trace_block_size,
-        timestamp_unit=settings.timestamp_unit,
-        skip_broken=settings.skip_broken,
-    )
-    block_size = settings.block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+    trace = open_trace(settings)
+    block_size = find_block_size(settings.block_size, trace)
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens)
@@ -186,7 +181,7 @@ def run_replay(
             feed.publish(source)
         show_progress()
 
-    requests = _read_requests(trace, block_size, settings)
+    requests = read_requests(trace, block_size, settings)
     if clock is None:
         report = run_instantly(requests, tally, on_request, steps)
     else:
@@ -271,7 +266,23 @@ def _check(settings: ReplaySettings) -> None:
         raise InvalidArgumentError(f"limit is {settings.limit}; it counts requests, 1 or more")
 
 
-def _read_requests(trace: Trace, block_size: int, settings: ReplaySettings) -> Iterator[ReplayRequest]:
+def open_trace(settings: ReplaySettings) -> Trace:
+    """The trace of the settings. Raises TraceError."""
+    return Trace(
+        settings.trace,
+        block_size=settings.trace_block_size,
+        timestamp_unit=settings.timestamp_unit,
+        skip_broken=settings.skip_broken,
+    )
+
+
+def find_block_size(block_size: int | None, trace: Trace) -> int:
+    """Tokens per pool block: as asked for, or the trace's own."""
+    return block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+
+
+def read_requests(trace: Trace, block_size: int, settings: ReplaySettings) -> Iterator[ReplayRequest]:
+    """The requests of the trace, up to the limit of the settings."""
     hasher = BlockHasher("xxh3_128", settings.seed, block_size)
     for traced in islice(trace, settings.limit):
         yield ReplayRequest(traced, block_size, settings.convention, trace.block_size, hasher)

@@ -1,18 +1,6 @@
 """Traces: files of requests, read line by line whatever their size.
 
-A trace is JSON lines, as it is or compressed (`.gz`, `.xz`, `.zst`). Each line is one request:
-
-| field | meaning |
-|---|---|
-| `timestamp` | arrival, milliseconds (or seconds, `timestamp_unit="s"`) from the first request; default 0 |
-| `input_length` | prompt tokens; not needed beside token ids |
-| `output_length` | generated tokens; default 0 |
-| `hash_ids` | ids of the prompt's blocks, head first; an id stands for its block and everything before it |
-| `session_id` | the conversation it belongs to, whatever its type; default none |
-| `token_ids` or `prompt_token_ids` | the prompt itself, instead of `hash_ids` |
-
-Other fields are passed over. With `hash_ids` the last id may stand for a partial block (Mooncake) or the
-partial block may have none (the agentic trace); both are told by the counts, line by line.
+Fields, limits and conventions: README.md in this folder.
 """
 
 import hashlib
@@ -62,6 +50,14 @@ class TraceRequest:
     hash_ids: list[int] | None
     token_ids: list[int] | None
     session_id: str | None = None
+
+    def __repr__(self) -> str:
+        ids = self.token_ids if self.hash_ids is None else self.hash_ids
+        kind = "token ids" if self.hash_ids is None else "hash ids"
+        return (
+            f"<TraceRequest of line {self.line}: at {self.arrival_ms} ms, {self.input_length} tokens in, "
+            f"{self.output_length} out, {len(ids or ())} {kind}>"
+        )
 
 
 class _Record(msgspec.Struct):
@@ -129,6 +125,10 @@ class Trace:
         self._is_checked = False
         self.block_size = self._check_first_lines()
         self._is_checked = True
+
+    def __repr__(self) -> str:
+        ids = "token ids" if self.block_size is None else f"{self.block_size} tokens per hash id"
+        return f"<Trace {str(self.path)!r}: {ids}, {self.position:.0%} read>"
 
     def digest(self) -> str:
         """SHA-256 of the file as it is stored, hex."""
