@@ -1,11 +1,9 @@
 """Calls that a signal handler breaks off, wherever it raises: all of a call has happened then, or nothing of it."""
 
-import random
-import re
 
 import pytest
-from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
-from interrupting import Interrupt, alarm_that_raises, interrupt_everywhere, run_until_interrupted
+from drawing import GROUP, blocks, hash_of, make_pool, make_request, state
+from interrupting import interrupt_everywhere
 
 from kv_pool import AllBlocksCleared, BlockPool, BlockRemoved, KVCacheMetricsCollector
 from kv_pool.contiguous import invariants as run_invariants
