@@ -23,12 +23,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.events.batch import KVEventBatch, encode_batch
 from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.sequence_frames import (
-    make_end_frames,
-    make_live_frames,
-    make_replay_frames,
-    unpack_sequence,
-)
+from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.events.zmq_module import zmq
@@ -66,13 +61,13 @@ class Feed:
             if not self.router.poll(100):
                 payload = encode_batch(KVEventBatch(time.time(), [], 0))
                 self.payloads.append(payload)
-                self.live.send_multipart(make_live_frames(b"", sequence, payload))
+                self.live.send_multipart([b"", pack_sequence(sequence), payload])
                 sequence += 1
                 continue
             identity, _, start = self.router.recv_multipart()
             for number in range(unpack_sequence(start), sequence):
-                self.router.send_multipart(make_replay_frames(identity, b"", number, self.payloads[number]))
-            self.router.send_multipart(make_end_frames(identity))
+                self.router.send_multipart([identity, b"", b"", pack_sequence(number), self.payloads[number]])
+            self.router.send_multipart([identity, b"", b"", END_OF_REPLAY, b""])
 
     def close(self) -> None:
         self.is_closing = True
@@ -243,9 +238,8 @@ def main() -> None:
                 rates[name].append(num_blocks / max(seconds, 0.01))
     finally:
         feed.close()
-    print(
-        f"\n{'thousand blocks per CPU second':34}{'median':>9}{'p10':>9}{'p90':>9}{'runs':>6}{'of Dynamo':>11}"
-    )
+    columns = f"{'median':>9}{'p10':>9}{'p90':>9}{'runs':>6}{'of Dynamo':>11}"
+    print(f"\n{'thousand blocks per CPU second':34}{columns}")
     base = summarize(rates[DYNAMO])[1] if options.dynamo else None
     for name, values in rates.items():
         low, median, high = summarize(values)

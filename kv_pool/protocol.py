@@ -46,8 +46,8 @@ class BlockInfo:
     Attributes:
         ref_count: how many hold the block; 0 for a free one.
         sequence_id: the sequence that has held it longest; `NO_SEQUENCE` for none.
-        last_access_time: the latest use of any sequence that holds it, in seconds of the pool's clock; 0.0 for
-            none.
+        last_access_time: when any sequence that holds it was last used, in seconds of the pool's clock; 0.0
+            for none.
         sequence_ids: all sequences that hold it, the one that has held it longest first.
     """
 

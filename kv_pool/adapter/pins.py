@@ -56,7 +56,7 @@ class Pins:
                 self._counts[block] = count
             else:
                 del self._counts[block]
-                self._hold.remove([block])
+        self._hold.remove([block for block, count in left.items() if not count])
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)

@@ -8,7 +8,7 @@ import typer
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay import ranges
-from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory
+from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
 from kv_pool.replay.groups import FORMAT, parse_groups
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.simulator import CLOCKS, PREEMPTIONS, TIER_WRITES, find_block_size
@@ -173,7 +173,7 @@ PublishReplay = Annotated[
     str | None,
     typer.Option(
         metavar="ENDPOINT",
-        help="Where readers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+        help="Where readers ask for events that they missed, such as tcp://127.0.0.1:5657.",
         rich_help_panel=EVENTS_PANEL,
     ),
 ]
@@ -192,9 +192,7 @@ Memory = Annotated[
         help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=MODEL_PANEL
     ),
 ]
-Model = Annotated[
-    str | None, typer.Option(help="A well-known model, such as llama-3-8b.", rich_help_panel=MODEL_PANEL)
-]
+Model = Annotated[str | None, typer.Option(help=f"One of: {', '.join(MODELS)}.", rich_help_panel=MODEL_PANEL)]
 NumLayers = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
 NumKVHeads = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
 HeadSize = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]

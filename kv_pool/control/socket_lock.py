@@ -48,8 +48,8 @@ def _take_lock(folder: int, place: Path, deadline: float) -> int:
             lock = open_private(place.name, os.O_RDWR | os.O_CREAT, folder)
         except OSError as error:
             raise ControlError(
-                f"{place}: can not be locked: {error.strerror}. Remove it, or name a socket in a folder that only "
-                "you can write to with --socket"
+                f"{place}: can not be locked: {error.strerror}. Remove it, or name a socket with --socket in "
+                "a folder that only you can write to"
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -190,7 +190,8 @@ class HolderTables:
                 else:
                     copies[block_hash] = num_copies - 1
                 continue
-            token_key = keys.pop(block_hash)
+            token_key = keys[block_hash]
+            del keys[block_hash]
             num_removed += 1
             if table is not None:
                 self._take_bit(table.holders, block_hash, bit)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import xxhash
+from mypy_extensions import i64
 
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.token_packing import check_token_ids
@@ -97,33 +98,37 @@ def split_packed(packed: bytes, block_size: int) -> list[bytes] | None:
     None if an integer is not in its shortest form or is no unsigned integer: the bytes would not be equal
     for equal tokens. Written for the compiled build; elsewhere encoding block by block is faster.
     """
-    size = len(packed)
     num_tokens = count_packed(packed)
-    if num_tokens < 0:
+    if num_tokens < 0 or block_size < 1:
         return None
-    head = packed[0]
-    at = 1 if head < 0xDC else 3 if head == 0xDC else 5
+    size: i64 = len(packed)
+    head: i64 = packed[0]
+    at: i64 = 1 if head < 0xDC else 3 if head == 0xDC else 5
+    end: i64 = at
+    num_left: i64 = 0
     blocks: list[bytes] = []
     for _ in range(num_tokens // block_size):
-        start = at
-        for _ in range(block_size):
+        start: i64 = at
+        num_left = block_size
+        while num_left > 0:
+            num_left -= 1
             if at >= size:
                 return None
             head = packed[at]
             if head < 0x80:
                 at += 1
                 continue
-            if head == 0xCC:
-                end = at + 2
-                if end > size or packed[at + 1] < 0x80:
-                    return None
-            elif head == 0xCD:
+            if head == 0xCD:
                 end = at + 3
                 if end > size or packed[at + 1] == 0:
                     return None
             elif head == 0xCE:
                 end = at + 5
                 if end > size or (packed[at + 1] == 0 and packed[at + 2] == 0):
+                    return None
+            elif head == 0xCC:
+                end = at + 2
+                if end > size or packed[at + 1] < 0x80:
                     return None
             elif head == 0xCF:
                 end = at + 9

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.replay.output_file import find_drawing_obstacle
 from kv_pool.replay.report import ReplayReport
 
 _MARKERS = "osD^vP*X"
@@ -14,12 +15,9 @@ _CAPACITIES = ("num_blocks", "host_tier", "disk_tier", "trace")
 
 def check_can_draw(path: str) -> None:
     """Raise TraceError if `draw_hit_rates` could not draw to `path`: better before a sweep than after."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise TraceError("drawing needs matplotlib: pip install 'kv_pool[lab]'") from error
-    if not Path(path).absolute().parent.is_dir():
-        raise TraceError(f"{path}: can not write the picture: no such folder")
+    obstacle = find_drawing_obstacle(path)
+    if obstacle is not None:
+        raise TraceError(f"{path}: can not write the picture: {obstacle}")
 
 
 def draw_hit_rates(

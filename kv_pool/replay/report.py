@@ -218,6 +218,11 @@ class ReplayReport(msgspec.Struct):
     provenance: Provenance | None = None
 
 
+def encode_json(report: object) -> bytes:
+    """A report, or a list of them, as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2)
+
+
 def read_reports(path: str) -> list[ReplayReport]:
     """The reports of a file that `write_json` wrote. Raises TraceError if there are none."""
     try:
@@ -235,7 +240,7 @@ def read_reports(path: str) -> list[ReplayReport]:
 
 def write_json(report: object, path: str) -> None:
     """Write a report (or a list of them) as indented JSON. Raises TraceError where the file can not be."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    text = encode_json(report)
     try:
         with open(path, "wb") as file:
             file.write(text + b"\n")

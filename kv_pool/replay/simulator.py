@@ -96,7 +96,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a replay is: share of the trace read, and the numbers so far."""
+    """How far a replay is: share of the trace's requests that have ended, and the numbers so far."""
 
     share: float
     num_requests: int
@@ -161,21 +161,31 @@ def run_replay(
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, tally, link)
     source = manager if swap is None else swap.swapper
+    clock = TraceClock(tally, settings.rates, steps, swap) if settings.clock == "trace" else None
     next_progress = 0.0
+    share = 0.0
 
-    def on_request(tally: Tally) -> None:
-        nonlocal next_progress
+    def show_progress() -> None:
+        nonlocal next_progress, share
+        if on_progress is None or monotonic() < next_progress:
+            return
+        next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
+        num_requests = tally.report.requests
+        read = max(trace.position, num_requests / settings.limit if settings.limit else 0.0)
+        num_done = num_requests - (clock.num_unfinished if clock is not None else 0)
+        share = max(share, read * num_done / (num_requests or 1))
+        on_progress(Progress(share, num_requests, tally.token_hit_rate, manager.usage))
+
+    def on_request(_: Tally) -> None:
         if feed is not None:
             feed.publish(source)
-        if on_progress is not None and monotonic() >= next_progress:
-            next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
-            on_progress(Progress(trace.position, tally.report.requests, tally.token_hit_rate, manager.usage))
+        show_progress()
 
     requests = read_requests(trace, block_size, settings)
-    if settings.clock == "instant":
+    if clock is None:
         report = run_instantly(requests, tally, on_request, steps)
     else:
-        report = TraceClock(tally, settings.rates, steps, swap).run(requests, on_request)
+        report = clock.run(requests, on_request, None if on_progress is None else show_progress)
     if feed is not None:
         feed.publish(source)
     if report.refused_requests == report.requests:
