@@ -59,12 +59,18 @@ def can_import_nixl():
     return True
 
 
-def has_peers():
-    """Are the programs here that read the event stream, and are not ours?"""
+def can_import_dynamo():
+    return importlib.util.find_spec("dynamo") is not None
+
+
+def can_import_smg():
     return all(
-        importlib.util.find_spec(name) is not None
-        for name in ("dynamo", "smg_grpc_servicer", "smg_grpc_proto", "grpc")
+        importlib.util.find_spec(name) is not None for name in ("smg_grpc_servicer", "smg_grpc_proto", "grpc")
     )
+
+
+def can_import_router():
+    return importlib.util.find_spec("vllm_router") is not None
 
 
 NEEDS = {
@@ -74,7 +80,9 @@ NEEDS = {
     "triton": can_import_triton,
     "gpu": has_gpu,
     "nixl": can_import_nixl,
-    "peers": has_peers,
+    "dynamo": can_import_dynamo,
+    "smg": can_import_smg,
+    "router": can_import_router,
 }
 """A test with one of these marks is left out where what it needs is missing."""
 

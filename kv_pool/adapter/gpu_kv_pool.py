@@ -171,7 +171,7 @@ class GPUKVPool(KVPoolProtocol):
         self.lock = threading.RLock()
         self.placement = Placement(self.block_pool, self._copy_moves, on_moved)
         self._retention = self.placement.retention
-        self._pins = Pins(total_blocks if max_pinned_blocks is None else max_pinned_blocks)
+        self._pins = Pins(self.block_pool, total_blocks if max_pinned_blocks is None else max_pinned_blocks)
         self._may_pin_all = max_pinned_blocks is None
         self.holdings = Holdings(self.block_pool, self._pins, self._retention, clock, device_id)
         self._victims = Victims(self.holdings, eviction_policy)
@@ -552,14 +552,15 @@ class GPUKVPool(KVPoolProtocol):
         with self.lock:
             block = self.holdings.find_block(block_id)
             block_id = block.block_id
-            holder = self.holdings.first_holders.get(block)
+            holders = self.holdings.list_holders(block)
             return BlockInfo(
                 block_id=block_id,
                 ref_count=block.ref_cnt,
-                sequence_id=NO_SEQUENCE if holder is None else holder.sequence_id,
+                sequence_id=holders[0].sequence_id if holders else NO_SEQUENCE,
                 device_id=self.device_id,
                 is_pinned=block in self._pins,
-                last_access_time=0.0 if holder is None else holder.last_access_time,
+                last_access_time=max((holder.last_access_time for holder in holders), default=0.0),
+                sequence_ids=tuple(holder.sequence_id for holder in holders),
             )
 
     def get_free_blocks(self) -> int:
@@ -619,7 +620,7 @@ class GPUKVPool(KVPoolProtocol):
     def get_layout(self) -> PoolLayout:
         """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
         with self.lock:
-            states = read_states(self.block_pool, self._pins.list_ids())
+            states = read_states(self.block_pool)
             tables = [sequence.blocks for sequence in self._holders.values()]
             joins, holders = read_tables(len(states), tables)
             epoch = self.block_pool.epoch
@@ -657,11 +658,10 @@ class GPUKVPool(KVPoolProtocol):
             max_moves = as_int("max_moves", max_moves)
         if goal is not None:
             check_number("goal", goal)
-        with self.lock:
-            fixed = self.holdings.list_fixed()
+        with self.lock, self.holdings.hold_in_flight():
             if goal is None:
-                return self.placement.pack(fixed, max_moves, max_evictions)
-            return self.placement.gather(fixed, max_moves, max_evictions, self.run_length, goal)
+                return self.placement.pack(max_moves, max_evictions)
+            return self.placement.gather(max_moves, max_evictions, self.run_length, goal)
 
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids. O(blocks of the pool).
@@ -699,7 +699,8 @@ class GPUKVPool(KVPoolProtocol):
                     f"{num_blocks} of {self.total_blocks} blocks cannot be given up; "
                     f"{max(1, self.reserved_blocks)} are left at least"
                 )
-            self.placement.shrink(num_blocks, self.holdings.list_fixed())
+            with self.holdings.hold_in_flight():
+                self.placement.shrink(num_blocks)
             self._set_size(num_left)
 
     def connect(self, peer: "GPUKVPool") -> None:
@@ -868,7 +869,7 @@ class GPUKVPool(KVPoolProtocol):
         taken = placement.take_run(num_blocks, after, contiguous)
         if taken is None and placement.may_move:
             max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
-            taken = placement.make_run(num_blocks, max_moves, self.holdings.list_fixed(), "prefer")
+            taken = self._make_run(num_blocks, max_moves, "prefer")
         return placement.take_any(num_blocks, after) if taken is None else taken
 
     def _take_required(
@@ -878,11 +879,7 @@ class GPUKVPool(KVPoolProtocol):
         num_blocks = request.num_blocks
         placement = self.placement
         is_enough = num_blocks <= self.count_available(request.priority)
-        if (
-            not is_enough
-            and request.max_moves is None
-            and placement.may_clear(num_blocks, self.holdings.list_fixed())
-        ):
+        if not is_enough and request.max_moves is None and self._may_clear(num_blocks):
             # Enough blocks are all it takes: the rest moves out of the way.
             self._make_room(request, attempts)
             is_enough = True
@@ -907,10 +904,20 @@ class GPUKVPool(KVPoolProtocol):
         for mode in modes:
             taken = placement.take_run(num_blocks, after, mode)
             if taken is None:
-                taken = placement.make_run(num_blocks, request.max_moves, self.holdings.list_fixed(), mode)
+                taken = self._make_run(num_blocks, request.max_moves, mode)
             if taken is not None:
                 return taken
         return None
+
+    def _make_run(
+        self, num_blocks: int, max_moves: int | None, contiguous: Contiguity
+    ) -> list[KVCacheBlock] | None:
+        with self.holdings.hold_in_flight():
+            return self.placement.make_run(num_blocks, max_moves, contiguous)
+
+    def _may_clear(self, num_blocks: int) -> bool:
+        with self.holdings.hold_in_flight():
+            return self.placement.may_clear(num_blocks)
 
     def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
         """Evict sequences until the request's blocks are there, or refuse it with nothing changed."""

@@ -7,6 +7,7 @@ from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
@@ -14,7 +15,6 @@ from kv_pool.errors import (
     PinnedBlockError,
     UnknownSequenceError,
 )
-from kv_pool.manager.leases import BlockLeases
 
 
 class Holder:
@@ -36,8 +36,8 @@ class Holdings:
         holders: by sequence id, in the order of last access, longest ago first. None is without blocks.
         first_holders: by block the sequence that has held it longest.
         later_holders: by block the others, in the order in which they came; no block has none.
-        barred: sequences that nobody adds to, frees, shares or pins until a migration is over, and why.
-        leases: of blocks that transfers read or write.
+        barred: sequences that may not be changed, freed, shared or pinned until a migration is over, and why.
+            `bar` and `unbar` change it.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Holdings:
         self._clock = clock
         self._device_id = device_id
         self.pins = pins
-        self.leases: list[BlockLeases] = []
         # Keyed by block objects, which keep their identity when ids are exchanged.
         self.holders: dict[int, Holder] = {}
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.barred: dict[int, str] = {}
+        self._barred_holds: dict[int, Hold] = {}
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks, whose references are counted already."""
@@ -112,6 +112,21 @@ class Holdings:
         if not later:
             del self.later_holders[block]
 
+    def bar(self, sequence_id: int, why: str) -> None:
+        """Refuse changes to a sequence until `unbar`, and hold its blocks in place. It may have none yet."""
+        holder = self.holders.get(sequence_id)
+        if holder is not None:
+            reason = f"in sequence {sequence_id}, which {why}"
+            self._barred_holds[sequence_id] = self._block_pool.hold(holder.blocks, reason)
+        self.barred[sequence_id] = why
+
+    def unbar(self, sequence_id: int) -> None:
+        """Let a barred sequence be used again."""
+        del self.barred[sequence_id]
+        hold = self._barred_holds.pop(sequence_id, None)
+        if hold is not None:
+            hold.release()
+
     def check_usable(self, sequence_id: int) -> None:
         """Raise FrozenSequenceError where a migration has the sequence."""
         why = self.barred.get(sequence_id)
@@ -140,6 +155,11 @@ class Holdings:
         if not 0 < block_id <= total_blocks:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
         return self._block_pool.blocks[block_id]
+
+    def list_holders(self, block: KVCacheBlock) -> list[Holder]:
+        """The sequences that hold a block, the one that has held it longest first."""
+        first = self.first_holders.get(block)
+        return [] if first is None else [first, *self.later_holders.get(block, ())]
 
     def find_held(self, block_ids: Sequence[int]) -> list[KVCacheBlock]:
         """The blocks, each of which some sequence holds."""
@@ -189,30 +209,19 @@ class Holdings:
         """Raise FrozenSequenceError where a migration has a sequence that holds one of these blocks."""
         if self.barred:
             for block in blocks:
-                for holder in (self.first_holders[block], *self.later_holders.get(block, ())):
+                for holder in self.list_holders(block):
                     self.check_usable(holder.sequence_id)
 
-    def list_fixed(self) -> list[int]:
-        """Ids of blocks that stay where they are: pinned, lent, of a frozen sequence, or in flight.
+    def hold_in_flight(self) -> Hold:
+        """Hold the blocks that were taken from the block pool directly, for a compaction; release it after.
 
-        In flight is what somebody took from the block pool, and what is waited for there: it may be read or
-        written at the id it had. O(pinned + lent + waited for), and O(blocks of the pool) where any was
-        taken.
+        They may be read or written at the ids that they have. O(blocks of the pool) where there are any.
         """
         pool = self._block_pool
-        fixed = [*self.pins.list_ids(), *pool.get_watched_ids()]
-        for leases in self.leases:
-            fixed += [block.block_id for block in leases.list_lent_blocks()]
-        for sequence_id in self.barred:
-            if sequence_id in self.holders:
-                fixed += [block.block_id for block in self.holders[sequence_id].blocks]
+        in_flight: list[KVCacheBlock] = []
         if pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks > len(self.first_holders):
-            fixed += [
-                block.block_id
-                for block in pool.blocks[1:]
-                if block.ref_cnt and block not in self.first_holders
-            ]
-        return fixed
+            in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
+        return pool.hold(in_flight, "taken from the block pool directly")
 
 
 def as_sequence_id(name: str, sequence_id: int) -> int:

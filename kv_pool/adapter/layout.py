@@ -1,6 +1,6 @@
 """`PoolLayout`: what every block of a pool is at one moment, and which blocks make a run of one sequence."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from itertools import chain
 from operator import attrgetter
@@ -14,7 +14,10 @@ from kv_pool.core.block import KVCacheBlock
 
 
 class BlockState(IntEnum):
-    """What a block is. An empty one and a cached one are free; a pinned one is in use."""
+    """What a block is. Empty and cached blocks are free.
+
+    PINNED blocks are in use and keep their ids: pinned by the user, or held by a transfer or an open plan.
+    """
 
     NULL = 0
     EMPTY = 1
@@ -78,14 +81,14 @@ class PoolLayout(msgspec.Struct, frozen=True):
         return [len(run) for run in self.states.translate(_IS_FREE).split(b"\0") if run]
 
 
-def read_states(pool: RunBlockPool, pinned_ids: Iterable[int]) -> bytes:
+def read_states(pool: RunBlockPool) -> bytes:
     """`PoolLayout.states` of the blocks of a pool. O(number of blocks)."""
     states = pool.run_index.ages.translate(_STATES_BY_AGE)
     states[0] = BlockState.NULL
     for block_id in pool.get_watched_ids():
         if states[block_id] == BlockState.EMPTY:  # touched and given back without a hash; still watched
             states[block_id] = BlockState.CACHED
-    for block_id in pinned_ids:
+    for block_id in pool.holds.list_ids():
         states[block_id] = BlockState.PINNED
     return bytes(states)
 

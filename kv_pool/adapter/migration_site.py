@@ -49,7 +49,7 @@ class _State(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _PoolRoom(Room):
-    """Room for sequences that nobody may touch meanwhile."""
+    """A room, and the sequences that are barred until it is adopted, left or dropped."""
 
     barred_ids: tuple[int, ...] = ()
 
@@ -93,7 +93,6 @@ class GPUKVPoolSite(MigrationSite):
         self.lock = pool.lock
         self.leases = BlockLeases(pool.block_pool, clock)
         self._holdings = pool.holdings
-        self._holdings.leases.append(self.leases)
         self._owner = owner
         self._frozen: dict[Subject, _Drops] = {}
         self._records: dict[int, list[int]] = {}
@@ -118,8 +117,8 @@ class GPUKVPoolSite(MigrationSite):
         if subject in self._frozen:  # no blocks at all, twice
             raise FrozenSequenceError("nothing is being moved already, and can not be moved twice at a time")
         self._frozen[subject] = drops
-        for holder, _ in drops:
-            self._holdings.barred[holder.sequence_id] = "is being moved to another node"
+        for sequence_id in {holder.sequence_id for holder, _ in drops}:
+            self._holdings.bar(sequence_id, "is being moved to another node")
         if self._owner is not None and isinstance(subject, SequenceSubject):
             self._owner.suspend(_get_id(subject))
 
@@ -193,9 +192,11 @@ class GPUKVPoolSite(MigrationSite):
             self.pool.block_pool.free_blocks(touched[::-1])
             raise
         for sequence_id in barred_ids:
-            self._holdings.barred[sequence_id] = "is coming from another node"
+            self._holdings.bar(sequence_id, "is coming from another node")
         left = iter(taken)
-        return _PoolRoom([next(left) if block is None else block for block in found], missing, barred_ids)
+        blocks = [next(left) if block is None else block for block in found]
+        hold = self.pool.block_pool.hold(blocks, "arriving from another node")
+        return _PoolRoom(blocks, missing, hold, barred_ids)
 
     def insert(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
         block_pool = self.pool.block_pool
@@ -367,12 +368,13 @@ class GPUKVPoolSite(MigrationSite):
 
     def _end(self, room: Room) -> None:
         assert isinstance(room, _PoolRoom)
+        room.hold.release()
         for sequence_id in room.barred_ids:
-            del self._holdings.barred[sequence_id]
+            self._holdings.unbar(sequence_id)
 
     def _unbar(self, drops: _Drops) -> None:
         for sequence_id in {holder.sequence_id for holder, _ in drops}:
-            del self._holdings.barred[sequence_id]
+            self._holdings.unbar(sequence_id)
 
     def _get_block_size(self, group_id: int) -> int:
         return self.pool.block_size

@@ -1,8 +1,9 @@
-"""`Pins`: which blocks stay where they are, counted and capped."""
+"""`Pins`: blocks that the user pinned: held in place, counted and capped."""
 
 from collections.abc import Iterable, Sequence
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidBlockError, PinLimitError
 
 
@@ -13,9 +14,10 @@ class Pins:
         max_pinned_blocks: how many blocks may be pinned at once; one that is pinned twice counts once.
     """
 
-    def __init__(self, max_pinned_blocks: int) -> None:
+    def __init__(self, block_pool: BlockPoolCore, max_pinned_blocks: int) -> None:
         self.max_pinned_blocks = max_pinned_blocks
         self._counts: dict[KVCacheBlock, int] = {}
+        self._hold = block_pool.hold((), "pinned")
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -34,6 +36,7 @@ class Pins:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin each block once more. Raises PinLimitError; nothing has changed then."""
         self.check_room(sum(block not in self._counts for block in set(blocks)))
+        self._hold.add(blocks)
         for block in blocks:
             self._counts[block] = self._counts.get(block, 0) + 1
 
@@ -53,10 +56,7 @@ class Pins:
                 self._counts[block] = count
             else:
                 del self._counts[block]
+        self._hold.remove([block for block, count in left.items() if not count])
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)
-
-    def list_ids(self) -> list[int]:
-        """Ids of the pinned blocks, in no order."""
-        return [block.block_id for block in self._counts]

@@ -1,6 +1,7 @@
 """`Placement`: which blocks a request gets, and what is moved so that they lie together."""
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous import compaction, plan
@@ -18,7 +19,7 @@ CopyBlocks = Callable[[Sequence[BlockMove]], object]
 
 
 class Placement:
-    """Takes blocks from a pool that has enough of them free.
+    """Takes blocks from a pool that has enough of them free. Held and watched blocks are never moved.
 
     Args:
         copy: copies the bytes of blocks; raises where it could not.
@@ -109,7 +110,7 @@ class Placement:
         )
 
     def make_run(
-        self, num_blocks: int, max_moves: int | None, pinned: Collection[int], contiguous: Contiguity
+        self, num_blocks: int, max_moves: int | None, contiguous: Contiguity
     ) -> list[KVCacheBlock] | None:
         """Move blocks out of the way of a run and take it; None, with nothing changed, if it takes more.
 
@@ -121,6 +122,7 @@ class Placement:
         pool = self._pool
         if self._on_moved is None:
             return None
+        pinned = pool.get_watched_ids()
         if contiguous == "prefer" and self.retention:
             with self.retention.shown_as_in_use():
                 clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
@@ -137,11 +139,11 @@ class Placement:
         self.retention.note_taken(run)
         return run
 
-    def may_clear(self, num_blocks: int, fixed: Collection[int]) -> bool:
+    def may_clear(self, num_blocks: int) -> bool:
         """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""
         may_lie = bytearray([1]) * len(self._pool.blocks)
         may_lie[0] = 0
-        for block_id in fixed:
+        for block_id in chain(self._pool.holds.list_ids(), self._pool.get_watched_ids()):
             may_lie[block_id] = 0
         return self.may_move and bytes([1]) * num_blocks in may_lie
 
@@ -152,12 +154,12 @@ class Placement:
             is_free[block_id] = 1
         return bytes([1]) * num_blocks in is_free
 
-    def pack(self, pinned: Collection[int], max_moves: int | None, max_evictions: int) -> int:
+    def pack(self, max_moves: int | None, max_evictions: int) -> int:
         """Bring the blocks in use to the lowest ids; how many blocks changed their id."""
         relocations = compaction.pack(
             self._pool,
             self._copy,
-            pinned=pinned,
+            pinned=self._pool.get_watched_ids(),
             spared=self.retention.list_ids(),
             max_moves=max_moves,
             max_evictions=max_evictions,
@@ -165,21 +167,14 @@ class Placement:
         )
         return sum(len(relocation.moves) for relocation in relocations)
 
-    def gather(
-        self,
-        pinned: Collection[int],
-        max_moves: int | None,
-        max_evictions: int,
-        run_length: int,
-        goal: float,
-    ) -> int:
+    def gather(self, max_moves: int | None, max_evictions: int, run_length: int, goal: float) -> int:
         """Bring free blocks together until the fragmentation rate is `goal`; how many blocks were moved."""
         relocation = compaction.gather(
             self._pool,
             self._copy,
             run_length=run_length,
             goal=goal,
-            pinned=pinned,
+            pinned=self._pool.get_watched_ids(),
             spared=self.retention.list_ids(),
             max_moves=max_moves,
             max_evictions=max_evictions,
@@ -187,7 +182,8 @@ class Placement:
         )
         return len(relocation.moves)
 
-    def shrink(self, num_blocks: int, pinned: Collection[int]) -> None:
+    def shrink(self, num_blocks: int) -> None:
         """Cut off the highest ids after moving what is in use out of them."""
+        pinned = self._pool.get_watched_ids()
         compaction.shrink(self._pool, num_blocks, self._copy, pinned=pinned, on_moved=self._on_moved)
         self.retention.forget_from(len(self._pool.blocks))

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
+from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.mirror import to_medium, to_wire_hash
+from kv_pool.events.held_blocks import to_medium, to_wire_hash
 from kv_pool.events.stream_items import (
     BatchesLost,
     PublisherRestarted,
@@ -30,14 +31,14 @@ _SHOWN_TOKENS = 6
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: what it is about, the text for people, and the same for programs."""
+    """One line: its kind, the text for people, and the same for programs. Foreign strings are escaped."""
 
     kind: str
     text: str
     fields: dict[str, Any]
 
     def to_json(self) -> str:
-        return msgspec.json.encode(self.fields, enc_hook=str).decode()
+        return escape_json(msgspec.json.encode(self.fields, enc_hook=str).decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,10 @@ def make_event_line(item: ReceivedBatch, event: KVCacheEvent) -> Line:
             fields["kv_cache_spec_kind"] = event.kv_cache_spec_kind
             text += f"  after {show_hash(parent)}  tokens {show_tokens(event.token_ids)}"
             if event.lora_name is not None:
-                text += f"  adapter {event.lora_name}"
+                text += f"  adapter {escape_text(event.lora_name)}"
         fields["group_idx"] = event.group_idx
         fields["medium"] = event.medium
-        text += f"  group {event.group_idx or 0} {to_medium(event.medium)}"
+        text += f"  group {event.group_idx or 0} {escape_text(to_medium(event.medium))}"
     return Line(kind, text, fields)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
+from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.following import apply_item
@@ -63,6 +64,15 @@ def events(
     mirror: Annotated[
         bool, typer.Option("--mirror", help="Show what each publisher holds instead of its events.")
     ] = False,
+    count_copies: Annotated[
+        bool,
+        typer.Option(
+            "--count-copies/--no-count-copies",
+            help="With --mirror: a hash is held until it is removed as often as it was stored, as streams of "
+            "vLLM mean it. Streams of kv_pool are read alike either way. Turn it off for streams that "
+            "announce hits as stores: vLLM's full report mode.",
+        ),
+    ] = True,
 ) -> None:
     """Print a publisher's events as they happen; with --mirror, what each publisher holds. Ctrl-C ends it."""
     from kv_pool.events.subscriber import KVEventSubscriber
@@ -86,7 +96,7 @@ def events(
         }
         show: EventPrinter | MirrorTable
         if mirror:
-            show = opened.enter_context(MirrorTable(subscribers, limit, group, medium))
+            show = opened.enter_context(MirrorTable(subscribers, limit, group, medium, count_copies))
         else:
             show = opened.enter_context(EventPrinter(chosen, json, limit))
         with contextlib.suppress(KeyboardInterrupt):
@@ -196,9 +206,10 @@ class MirrorTable:
         limit: int | None,
         group: int | None,
         medium: str | None,
+        counts_copies: bool,
     ) -> None:
         self.has_enough = False
-        self._mirror = PrefixMirror()
+        self._mirror = PrefixMirror(counts_copies=counts_copies)
         self._subscribers = subscribers
         self._limit = limit
         self._group = group
@@ -241,12 +252,11 @@ class MirrorTable:
         for endpoint, subscriber in self._subscribers.items():
             counts = self._mirror.counts_of(endpoint)
             stats = subscriber.stats()
-            places = Counter(
-                (group, medium)
-                for group, medium, _ in self._mirror.state_of(endpoint)
+            holds = [
+                escape_text(f"{count:,} in group {group} {medium}")
+                for (group, medium), count in sorted(self._mirror.count_by_place(endpoint).items())
                 if self._group in (None, group) and self._medium in (None, medium)
-            )
-            holds = [f"{count:,} in group {place[0]} {place[1]}" for place, count in sorted(places.items())]
+            ]
             if stats.is_silent:
                 now = "silent"
             elif stats.is_recovering:
@@ -254,8 +264,8 @@ class MirrorTable:
             else:
                 now = "following" if stats.num_connections else "not connected"
             table.add_row(
-                endpoint,
-                "\n".join(holds) or "nothing",
+                make_cell(endpoint),
+                Text("\n".join(holds) or "nothing"),
                 f"{stats.counts.num_batches:,}",
                 f"{counts.num_stored:,}",
                 f"{counts.num_removed:,}",

@@ -3,13 +3,13 @@
 import time
 from typing import Annotated
 
-import msgspec
 import typer
 from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from kv_pool.cli.console import print_json
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.migration_lines import describe_bytes
 from kv_pool.control.client import ControlClient
@@ -31,20 +31,17 @@ def migration_status(
     with ControlClient(socket, node=node) as client:
         found = client.list_migrations()
         if json:
-            print(msgspec.json.encode(found).decode())
+            print_json(found)
         elif not watch:
             console.print(draw(found, limit))
             for line in list_errors(found, limit):
                 print(line)
         else:
-            try:
-                with Live(draw(found, limit), console=console, auto_refresh=False) as live:
-                    while True:
-                        # Slow enough to be read; a look costs the node some microseconds.
-                        time.sleep(_SECONDS_BETWEEN_LOOKS)
-                        live.update(draw(client.list_migrations(), limit), refresh=True)
-            except KeyboardInterrupt:
-                pass
+            with Live(draw(found, limit), console=console, auto_refresh=False) as live:
+                while True:
+                    # Slow enough to be read; a look costs the node some microseconds.
+                    time.sleep(_SECONDS_BETWEEN_LOOKS)
+                    live.update(draw(client.list_migrations(), limit), refresh=True)
 
 
 def draw(found: MigrationList, limit: int) -> Table:

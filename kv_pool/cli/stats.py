@@ -1,8 +1,7 @@
 """`kv-pool stats`: what a running pool holds, how scattered it is, what its calls cost."""
 
-import msgspec
-
 from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.cli.console import print_json
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.metrics.latency import CallLatency
@@ -13,7 +12,7 @@ def stats(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     with ControlClient(socket, node=node) as client:
         statistics = client.get_statistics()
     if json:
-        print(msgspec.json.encode(statistics).decode())
+        print_json(statistics)
     else:
         print("\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe(statistics))]))
 

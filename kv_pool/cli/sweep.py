@@ -9,16 +9,22 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
+from kv_pool.cli.console import measure_table, print_table
+from kv_pool.cli.foreign_text import escape_text
+from kv_pool.cli.outputs import find_unused, write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot import check_can_draw, draw_hit_rates
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.report import ReplayReport, write_json
+from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings
 from kv_pool.replay.sweep import run_sweep
 from kv_pool.replay.trace_clock import EngineRates
 
 _BAR_WIDTH = 16
+_MIN_BAR_WIDTH = 4
+_AROUND_BAR = 3
 
 
 def sweep(
@@ -49,7 +55,10 @@ def sweep(
     skip_broken: options.SkipBroken = False,
     seed: options.Seed = "0",
     json: options.JsonFile = None,
-    png: Annotated[str, typer.Option(help="Where to draw the curve.")] = "sweep.png",
+    png: Annotated[
+        str | None,
+        typer.Option(help="Where to draw the curve. Default: sweep.png; sweep-2.png and so on if it exists."),
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
@@ -57,7 +66,10 @@ def sweep(
     host_tiers = _parse_numbers("--host-tier", host_tier)
     if host_tiers != [0] and clock != "instant":
         raise InvalidArgumentError("--host-tier is for the instant clock here; for another: kv-pool replay")
-    check_can_draw(png)
+    picture = find_unused("sweep.png") if png is None else png
+    check_can_draw(picture)
+    if json is not None:
+        check_can_write(json)
     settings = ReplaySettings(
         trace=trace,
         num_blocks=capacities[0],
@@ -88,23 +100,31 @@ def sweep(
 
         reports = run_sweep(settings, capacities, jobs or os.cpu_count() or 1, show, host_tiers)
     if json is not None:
-        write_json(reports, json)
-    draw_hit_rates(reports, png)
+        write_report(reports, json)
     console = Console()
-    console.print(make_table(reports))
-    console.print(f"curve: {png}", highlight=False)
+    print_table(make_table(reports, console), console)
+    draw_hit_rates(reports, picture)
+    print(f"curve: {escape_text(picture)}")
 
 
-def make_table(reports: list[ReplayReport]) -> Table:
-    """One row per replay, with a bar for the token hit rate."""
+def make_table(reports: list[ReplayReport], console: Console) -> Table:
+    """One row per replay, with a bar for the token hit rate where the terminal has room for one."""
+    table = _lay_out(reports, 0)
+    room = console.width - measure_table(table, console).minimum - _AROUND_BAR
+    bar_width = min(_BAR_WIDTH, room) if console.is_terminal else _BAR_WIDTH
+    return table if bar_width < _MIN_BAR_WIDTH else _lay_out(reports, bar_width)
+
+
+def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
     has_tiers = any(report.tiers for report in reports)
     rows = [_make_row(report, has_tiers) for report in reports]
     table = Table(title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens")
     for name in rows[0]:
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", no_wrap=True)
+    if bar_width:
+        table.add_column("", width=bar_width, no_wrap=True)
     for report, row in zip(reports, rows, strict=True):
-        table.add_row(*row.values(), "█" * round(_BAR_WIDTH * report.token_hit_rate))
+        table.add_row(*row.values(), *["█" * round(bar_width * report.token_hit_rate)] * bool(bar_width))
     return table
 
 

@@ -62,18 +62,18 @@ def apply_moves(
 
     Args:
         copy: called once with all moves, not at all for none.
-        pinned: ids that must not be read nor written.
+        pinned: ids that must be neither read nor written, besides those of held blocks.
     Returns:
         What moved. Remap every table of ids before any block is taken from the pool. An old id may be taken
         at once; whoever writes there queues that behind the copy.
     Raises:
         InvalidArgumentError: C1: an id twice among sources and targets.
         InvalidBlockError: C2, C3: a source without content, a target that is in use or watched, the null
-            block, a pinned or an unknown one. In both cases nothing has changed, and nothing was copied.
+            block, a held, pinned or unknown one. In both cases nothing has changed, and nothing was copied.
         Whatever `copy` raises: no id has changed; targets that were cached are evicted.
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), besides the copy.
     """
-    overwritten = check_moves(pool.blocks, moves, pinned, pool.get_watched_ids())
+    overwritten = check_moves(pool, moves, pinned)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if overwritten:
@@ -169,7 +169,7 @@ def take_run(
     Args:
         on_moved: called if anything moved, before the run is taken: remap tables there.
     Returns:
-        The run, or None where pinned blocks leave no room for it; nothing has changed then.
+        The run, or None where held or pinned blocks leave no room for it; nothing has changed then.
     Raises:
         OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
         Whatever `copy` raises: see `apply_moves`.

@@ -6,7 +6,7 @@
 
     C1  sources and targets are disjoint, and no id is twice in either
     C2  every source is in use, cached or watched; every target is free, and not cached once it is copied over
-    C3  neither the null block nor a pinned one is a source or a target
+    C3  neither the null block nor a held or pinned one is a source or a target
     C4  after the move a target's bytes are what the source's were; no other byte has changed
     C5  a block keeps its object, ref_cnt, hash, map entries and queue place; only its id changes, swapped
         with the target's

@@ -1,31 +1,25 @@
-"""`check_moves`: may these blocks move there? Asked before each plan is applied."""
+"""`check_moves`: check a plan of moves before it is applied."""
 
 from collections.abc import Collection, Sequence
-from collections.abc import Set as AbstractSet
 from itertools import chain
 
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
 
 
-def check_moves(
-    blocks: tuple[KVCacheBlock, ...],
-    moves: Sequence[BlockMove],
-    pinned: Collection[int],
-    watched: AbstractSet[int],
-) -> list[int]:
-    """C1, C2 and C3 of `contiguous/invariants.py`.
+def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove], pinned: Collection[int]) -> list[int]:
+    """Check C1, C2 and C3 of `contiguous/invariants.py`.
 
     Args:
-        blocks: all blocks of the pool.
-        pinned: ids that must not be read nor written.
-        watched: ids whose reuse somebody waits for.
+        pinned: ids that must be neither read nor written, besides those of held blocks.
     Returns:
-        The targets that are cached, and would lose that.
+        The targets that are cached and would be evicted.
     Raises:
-        InvalidArgumentError: C1. InvalidBlockError: C2 or C3.
+        InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
     """
+    blocks = pool.blocks
+    watched = pool._reuse_watchers
     ids: list[int] = list(chain.from_iterable(moves))
     chosen = set(ids)
     if len(chosen) != len(ids):
@@ -46,6 +40,7 @@ def check_moves(
         )
     if not chosen.isdisjoint(pinned):
         raise InvalidBlockError(f"C3: block {min(chosen.intersection(pinned))} is pinned")
+    pool.holds.check_movable(chosen)
     any_watched = len(watched) > 0
     for source, target in moves:
         block = blocks[source]
@@ -55,9 +50,7 @@ def check_moves(
         if block.ref_cnt != 0:
             raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
         if any_watched and target in watched:
-            raise InvalidBlockError(
-                f"C2: somebody waits for the reuse of block {target} and may still read it"
-            )
+            raise InvalidBlockError(f"C2: block {target} has a reuse watcher, which may still read it")
         if block._block_hash is not None:
             cached.append(target)
     return cached

@@ -32,7 +32,7 @@ class RunClearance(NamedTuple):
 
 
 class _Map:
-    """What lies under each id: boolean arrays over the block ids, `movable` and so on without pinned ones."""
+    """What lies under each id: boolean arrays over the block ids. Pinned and held ids are `fixed` only."""
 
     def __init__(self, pool: RunBlockPool, pinned: Iterable[int]) -> None:
         import numpy as np
@@ -40,6 +40,7 @@ class _Map:
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
         fixed = np.zeros(len(ages), dtype=bool)
         fixed[list(pinned)] = True
+        fixed[pool.holds.list_ids()] = True
         fixed[0] = True
         self.fixed: NDArray[np.bool_] = fixed
         self.movable: NDArray[np.bool_] = (ages == IN_USE) & ~fixed
@@ -75,7 +76,7 @@ def plan_pack(
         after    U U . U U | . c c U        and so on, until no U is right of the bar
 
     Args:
-        pinned: ids that are neither read nor written.
+        pinned: ids that are neither read nor written, besides those of held blocks.
         spared: ids of cached blocks that are not overwritten.
         max_moves: plan no more than this many; the highest ids go first.
         max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
@@ -129,15 +130,15 @@ def plan_gather(
 
     Args:
         goal: `fragmentation.get_unusable_share` to come down to, 0 to 1.
-        pinned: ids that are neither read nor written.
+        pinned: ids that are neither read nor written, besides those of held blocks.
         spared: ids of cached blocks that are not overwritten.
         max_moves: plan no more than this many; planning again goes on where this one ends.
         max_evictions: cached blocks that may be overwritten where too little is empty: of those in the full
             windows the ones used longest ago, as far as ages tell.
     Returns:
         The moves, which may be made in any order; [] when the goal is reached, or nothing can move. Windows
-        of the null block and of pinned ones are never cleared: with few windows, or many pins, the goal may
-        be out of reach.
+        of the null block and of pinned or held ones are never cleared: with few windows, or many pins, the
+        goal may be out of reach.
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     Cost: O(number of blocks), in NumPy.
@@ -192,12 +193,12 @@ def plan_gather(
 def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> RunClearance | None:
     """Where to make a run of `num_blocks` free blocks, and what to move for it.
 
-    Of all windows without pinned blocks the one with least in use, and of those least cached. Blocks in use
-    move out; cached ones too while there are empty slots elsewhere, and are evicted by whoever takes the run
-    otherwise. Where too little is empty, blocks in use go over what is next in eviction order.
+    Of all windows without pinned or held blocks the one with least in use, and of those least cached. Blocks
+    in use move out; cached ones too while there are empty slots elsewhere, and are evicted when the run is
+    taken otherwise. Where too little is empty, blocks in use go over what is next in eviction order.
 
     Returns:
-        None where no window can be cleared: too few free blocks outside, or pinned ones everywhere.
+        None where no window can be cleared: too few free blocks outside, or pinned or held ones everywhere.
     Raises:
         InvalidArgumentError: `num_blocks` is below 1.
     Cost: O(number of blocks), in NumPy.
@@ -248,7 +249,7 @@ def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = (
 
     Raises:
         InvalidArgumentError: `num_blocks` is negative, or the null block would go.
-        InvalidBlockError: a block up there is pinned.
+        InvalidBlockError: a block up there is held or pinned.
         OutOfBlocksError: more blocks are in use up there than are free below.
     Cost: O(number of blocks).
     """
@@ -256,6 +257,7 @@ def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = (
         raise InvalidArgumentError(f"{num_blocks} of {pool.num_gpu_blocks} blocks cannot be drained")
     blocks = _Map(pool, pinned)
     bar = pool.num_gpu_blocks - num_blocks
+    pool.holds.check_movable(range(bar, pool.num_gpu_blocks), "cannot be drained")
     if blocks.fixed[bar:].any():
         raise InvalidBlockError(f"block {blocks.ids(blocks.fixed, bar)[0]} is pinned and cannot be drained")
     sources = blocks.ids(blocks.movable, bar)

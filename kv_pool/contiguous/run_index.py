@@ -64,7 +64,6 @@ class FreeRunIndex:
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
         """Learn the free blocks anew, in eviction order; the ages follow from the order. O(num_blocks)."""
-        self.is_stale = False
         self.ages = bytearray(num_blocks)
         self._set_width(len(free))
         self._num_in_generation = 0
@@ -77,6 +76,9 @@ class FreeRunIndex:
                 age = max(EMPTY + 1, age)
                 num_left -= 1
             self.ages[block.block_id] = age
+        if self._hand >= num_blocks:
+            self._hand = 1
+        self.is_stale = False
 
     def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
         """These blocks are in use; those of another owner are passed over."""

@@ -50,7 +50,7 @@ class LayoutCells:
 
     Attributes:
         blocks_per_cell: a power of two; the last cell may have fewer.
-        kinds: a `CellKind` each. Of several blocks a cell shows what most are, but pinned if any is.
+        kinds: a `CellKind` each. Of several blocks a cell shows what most are, but held in place if any is.
         is_joined: the cell goes on with the run of the cell before it.
     """
 
@@ -109,7 +109,7 @@ def make_legend(layout: PoolLayout, cells: LayoutCells) -> list[LegendLine]:
     short = "in shorter free stretches"
     lines: list[tuple[tuple[CellKind, ...], str]] = [
         ((CellKind.IN_USE, CellKind.IN_USE_NEXT), "in use"),
-        ((CellKind.PINNED,), "in use and pinned"),
+        ((CellKind.PINNED,), "in use, held in place"),
         ((CellKind.CACHED_RUN,), f"cached, {long}"),
         ((CellKind.CACHED_SHORT,), f"cached, {short}"),
         ((CellKind.EMPTY_RUN,), f"empty, {long}"),
@@ -157,7 +157,7 @@ def describe_cell(cells: LayoutCells) -> str:
     """What one cell stands for."""
     if cells.blocks_per_cell == 1:
         return "one cell = one block"
-    return f"one cell = {cells.blocks_per_cell:,} blocks: what most of them are, but pinned if any is"
+    return f"one cell = {cells.blocks_per_cell:,} blocks: what most of them are, but held in place if any is"
 
 
 def _classify(layout: PoolLayout) -> tuple[Numbers, Flags]:

@@ -234,9 +234,9 @@ class LiveReplay:
             try:
                 new_ids = self.pool.allocate(BlockAllocationRequest(num_more, sequence_id))
             except PoolExhaustedError:
-                if not self.pool.holdings.list_fixed():
+                if not self.pool.block_pool.holds.list_ids():
                     raise
-                return  # what could go is on its way to another node, or from one: wait until that is over
+                return  # a migration holds blocks that could be evicted: try again when it is over
             self._write(request, running.num_blocks, new_ids)
             running.num_blocks += num_more
         num_full = len(request.block_hashes)

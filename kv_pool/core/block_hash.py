@@ -10,12 +10,13 @@ import xxhash
 from kv_pool.core.arguments import as_int, as_list, check_type, refuse_type
 from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, ExtraKeysWalk, has_extra_keys
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, TokenIds
 
 HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
 
 _VLLM_SEED = "vllm-none-hash"
+_PROCESS_SEED = os.urandom(32).hex()
 
 
 class BlockHasher:
@@ -30,13 +31,15 @@ class BlockHasher:
 
     Args:
         algorithm:
-            `xxh3_128`: fast, 16 bytes. Not collision-resistant against someone who knows the seed,
-            which is therefore secret and new in each process unless given.
+            `xxh3_128`: fast, 16 bytes. Not collision-resistant against an attacker with the seed, which is
+            therefore secret, and drawn anew when a process starts, unless it is given.
             `sha256`: 32 bytes, collision-resistant: the safe choice when tenants share a pool.
             `sha256_cbor`: 32 bytes, byte for byte what vLLM 0.33 computes under that name; the same in
             every process and language.
-        seed: goes into the root of every chain. Default: random for `xxh3_128`, fixed for `sha256`,
-            vLLM's own default for `sha256_cbor` (vLLM uses PYTHONHASHSEED's value when that is set).
+        seed: goes into the root of every chain. Default for `xxh3_128`: random, the same for all hashers of a
+            process (and of those it forks), so that they hash alike, and another one in any other process. For
+            `sha256`: fixed. For `sha256_cbor`: vLLM's own default (vLLM uses PYTHONHASHSEED's value when that
+            is set).
         block_size: tokens per hash, at least 1.
         num_lookahead_tokens: each hash also covers so many tokens after its block, and is only made once they
             are there (for drafters whose KV at a block's last position depends on them).
@@ -80,13 +83,14 @@ class BlockHasher:
             from cbor2 import dumps
 
             text = _VLLM_SEED if seed is None else seed
+            _encode_seed(text)
             self.root = BlockHash(hashlib.sha256(dumps(text, canonical=True)).digest())
         elif algorithm == "sha256":
             text = "" if seed is None else seed
-            self.root = BlockHash(hashlib.sha256(b"kv_pool sha256 " + text.encode()).digest())
+            self.root = BlockHash(hashlib.sha256(b"kv_pool sha256 " + _encode_seed(text)).digest())
         else:
-            text = os.urandom(32).hex() if seed is None else seed
-            secret = hashlib.sha256(b"kv_pool xxh3_128 " + text.encode()).digest()
+            text = _PROCESS_SEED if seed is None else seed
+            secret = hashlib.sha256(b"kv_pool xxh3_128 " + _encode_seed(text)).digest()
             self.root = BlockHash(secret[:16])
             self._xxh3_seed = int.from_bytes(secret[16:24], "big")
 
@@ -104,7 +108,8 @@ class BlockHasher:
             extra_keys: one entry per block, None for a block without; may be shorter.
         Raises:
             InvalidArgumentError: a token out of range (says which), a parent of the wrong length.
-            InvalidTypeError: a token that is not an integer.
+                Or an extra key that is text with a lone surrogate.
+            InvalidTypeError: a token that is not an integer, an extra key that CBOR has no form for.
         Cost: packs all tokens in one pass, then one digest a block.
         """
         if parent is not None and not isinstance(parent, bytes):
@@ -181,6 +186,20 @@ class BlockHasher:
 
 
 def _encode(extra: tuple[Any, ...]) -> bytes:
-    from cbor2 import dumps
+    from cbor2 import CBOREncodeError, dumps
 
-    return dumps(extra, canonical=True)
+    try:
+        return dumps(extra, canonical=True)
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"extra keys (salt, adapter, multimodal identifiers) are no text that can be hashed: {error}"
+        ) from error
+    except (CBOREncodeError, TypeError) as error:
+        raise InvalidTypeError(f"extra keys can not be hashed: {error}") from error
+
+
+def _encode_seed(seed: str) -> bytes:
+    try:
+        return seed.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"the seed is no text that can be hashed: {error}") from error

@@ -1,7 +1,7 @@
 """Extra keys: what, besides its tokens, decides whether a block's KV can be shared.
 
 Tagged as in vLLM 0.33, in this order: `("lora", name, path)`, one `("mm", identifier, offset)` per
-multimodal input that reaches into the block (offset = its start minus the block's, may be negative),
+multimodal input that reaches into the block, by offset (= its start minus the block's, may be negative),
 `("cache_salt", salt)` in the first block of a sequence only, and `("prompt_embeds", digest)` where the prompt
 was given as embeddings, the SHA-256 of the block's rows.
 """
@@ -33,7 +33,7 @@ class CacheableRequest(Protocol):
 
     @property
     def mm_features(self) -> Sequence[Any] | None:
-        """Multimodal inputs by offset, each with `identifier` and `mm_position.offset`, `.length`."""
+        """Multimodal inputs, each with `identifier` and `mm_position.offset`, `.length`; in any order."""
 
     @property
     def cache_salt(self) -> str | None:
@@ -59,7 +59,7 @@ class ExtraKeysWalk:
 
     def __init__(self, request: CacheableRequest) -> None:
         self._request: CacheableRequest = request
-        self._features: Sequence[Any] = request.mm_features or ()
+        self._features: Sequence[Any] = _sort_by_offset(request.mm_features or ())
         self._num_passed: int = 0
         """Features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
@@ -94,6 +94,22 @@ class ExtraKeysWalk:
         if getattr(request, "prompt_embeds", None) is not None:
             keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
         return tuple(keys) if keys else None
+
+
+def _sort_by_offset(features: Sequence[Any]) -> Sequence[Any]:
+    """The features as they are if they are in order, as nearly always; a sorted copy if not."""
+    last: int | None = None
+    for feature in features:
+        offset: int = feature.mm_position.offset
+        if last is not None and offset < last:
+            return sorted(features, key=_get_offset)
+        last = offset
+    return features
+
+
+def _get_offset(feature: Any) -> int:
+    offset: int = feature.mm_position.offset
+    return offset
 
 
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:

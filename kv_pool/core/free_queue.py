@@ -193,29 +193,48 @@ class FreeKVCacheBlockQueue:
         link(head, listed, after)
         self.num_free_blocks += len(listed)
 
-    def splice_front(self, first: KVCacheBlock, last: KVCacheBlock, num_blocks: int) -> None:
-        """Put the chain `first` -> ... -> `last` of `num_blocks` blocks at the front. O(1)."""
-        head = self.fake_free_list_head
-        after = head.next_free_block
-        if after is None:
+    def check_linked(self) -> None:
+        """Raise CorruptedPoolError if a sentinel is not linked."""
+        if self.fake_free_list_head.next_free_block is None:
             raise CorruptedPoolError("the head of the free queue has no next_free_block")
-        head.next_free_block = first
-        first.prev_free_block = head
-        last.next_free_block = after
-        after.prev_free_block = last
-        self.num_free_blocks += num_blocks
-
-    def splice_back(self, first: KVCacheBlock, last: KVCacheBlock, num_blocks: int) -> None:
-        """Put the chain `first` -> ... -> `last` of `num_blocks` blocks at the back. O(1)."""
-        tail = self.fake_free_list_tail
-        before = tail.prev_free_block
-        if before is None:
+        if self.fake_free_list_tail.prev_free_block is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        before.next_free_block = first
-        first.prev_free_block = before
-        last.next_free_block = tail
-        tail.prev_free_block = last
-        self.num_free_blocks += num_blocks
+
+    def splice(
+        self,
+        front_first: KVCacheBlock | None,
+        front_last: KVCacheBlock | None,
+        num_front: int,
+        back_first: KVCacheBlock | None,
+        back_last: KVCacheBlock | None,
+        num_back: int,
+    ) -> None:
+        """Put one chain of linked blocks at the front and one at the back; None, None, 0 for none. O(1).
+
+        Without a call in between, so that an interrupt finds all of it done or nothing.
+        Raises:
+            CorruptedPoolError: a sentinel is not linked. Nothing has changed.
+        """
+        head = self.fake_free_list_head
+        tail = self.fake_free_list_tail
+        if head.next_free_block is None or tail.prev_free_block is None:
+            self.check_linked()
+        num_free = self.num_free_blocks + num_front + num_back
+        if front_first is not None and front_last is not None:
+            after = head.next_free_block
+            assert after is not None
+            head.next_free_block = front_first
+            front_first.prev_free_block = head
+            front_last.next_free_block = after
+            after.prev_free_block = front_last
+        if back_first is not None and back_last is not None:
+            before = tail.prev_free_block
+            assert before is not None
+            before.next_free_block = back_first
+            back_first.prev_free_block = before
+            back_last.next_free_block = tail
+            tail.prev_free_block = back_last
+        self.num_free_blocks = num_free
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """The free blocks, next to be reused first. O(num_free_blocks).

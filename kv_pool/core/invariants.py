@@ -9,6 +9,7 @@
     P4  block 0, and only block 0, is null; it carries no hash
     P5  b.ref_cnt >= 0
     P6  a block with secondary keys has a primary key, which is not among them
+    P7  a held block is one of the pool's, in use and not null
     M1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
     M2  a block with a _next_cached_id of 0 or more is its primary key's entry, bare
     M3  the map has as many keys as it counts
@@ -24,9 +25,16 @@ from kv_pool.errors import CorruptedPoolError
 
 
 def check(pool: BlockPool) -> None:
-    """Verify every invariant. O(number of blocks). Raises CorruptedPoolError; changes nothing."""
+    """Verify every invariant. O(number of blocks). Raises CorruptedPoolError.
+
+    Changes nothing, but for a call that was interrupted twice: it is completed or undone first, as by the pool's
+    next call.
+    """
+    if pool._unfinished:
+        pool._recover()
     check_free_queue(pool.free_block_queue)
     check_blocks(pool)
+    check_holds(pool)
     check_prefix_map(pool)
 
 
@@ -81,6 +89,16 @@ def check_blocks(pool: BlockPool) -> None:
             num_in_use += not block.is_null
     if len(linked) + num_in_use + 1 != pool.num_gpu_blocks:
         raise CorruptedPoolError(f"P1: {len(linked)} free + {num_in_use} in use + 1 != {pool.num_gpu_blocks}")
+
+
+def check_holds(pool: BlockPool) -> None:
+    """P7. O(held blocks)."""
+    for hold in pool.holds.list_holds():
+        for block in hold.blocks:
+            if block.is_null or block.ref_cnt < 1 or block.pool is not pool:
+                raise CorruptedPoolError(
+                    f"P7: block {block.block_id} is held as {hold.reason} and has ref_cnt {block.ref_cnt}"
+                )
 
 
 def check_prefix_map(pool: BlockPool) -> None:

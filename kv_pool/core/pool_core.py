@@ -1,16 +1,28 @@
 """`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from mypy_extensions import i64, mypyc_attr
 
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.free_queue import FreeKVCacheBlockQueue, link
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.holds import BlockHolds, Hold
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver, ColderTiers
-from kv_pool.core.prefix_cache import PrefixCache, check_ours, evict, evict_all, raise_typed, rekey
+from kv_pool.core.pool_size import check_fits_memory
+from kv_pool.core.prefix_cache import (
+    EVICTING,
+    NOTHING,
+    PrefixCache,
+    check_ours,
+    evict,
+    evict_all,
+    plan_rekeying,
+    raise_typed,
+)
 from kv_pool.errors import (
     CorruptedPoolError,
     InvalidArgumentError,
@@ -18,6 +30,20 @@ from kv_pool.errors import (
     InvalidTypeError,
     OutOfBlocksError,
 )
+from kv_pool.ids import BlockHashWithGroupId
+
+# What `_recover` has to do, besides what a `PrefixCache` knows.
+UNDO_TAKING_FIRST: Final = 10
+UNDO_TOUCHING: Final = 11
+CLEARING_LINKS: Final = 12
+UNDO_FREEING: Final = 13
+RESETTING: Final = 14
+SWAPPING_IDS: Final = 15
+CLEARING_LINKS_OF_TAKEN: Final = 16
+UNDO_TAKING_LISTED: Final = 17
+
+MAX_REFERENCES: Final = 2**31 - 1
+"""Of one block; its count has 32 bits."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -38,10 +64,15 @@ class BlockPoolCore(PrefixCache):
         use_int_block_hashes: bool = True,
         dense_events: bool = False,
     ) -> None:
-        if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 1:
+        if not isinstance(num_gpu_blocks, int):
+            num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
+        check_type("enable_caching", enable_caching, bool)
+        check_type("medium", medium, str)
+        if num_gpu_blocks < 1:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
+        check_fits_memory(num_gpu_blocks)
         blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         super().__init__(
             blocks,
@@ -58,7 +89,11 @@ class BlockPoolCore(PrefixCache):
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self.holds: BlockHolds = BlockHolds(self._owner)
         self._has_retention: bool = False  # blocks have room for what one says of them
+        self._unfinished_count: i64 = 0
+        self._unfinished_total: int = 0
+        self._unfinished_swap: IdSwap | None = None
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
@@ -83,49 +118,15 @@ class BlockPoolCore(PrefixCache):
         Contract: vLLM 0.33 `BlockPool.get_new_blocks`.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
-        queue = self.free_block_queue
-        if num_blocks > queue.num_free_blocks:
-            raise OutOfBlocksError(
-                f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
-                f"{queue.num_free_blocks} are free of {self.num_gpu_blocks - 1}. "
-                "Free a request, or ask for fewer."
-            )
-        if num_blocks < 0:
-            raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
-        if self._reuse_watchers:
-            self._tell_watchers_of_next(num_blocks)
-        taken: list[KVCacheBlock] = []
-        if num_blocks == 0:
-            return taken
-        head = queue.fake_free_list_head
-        block = head.next_free_block
-        any_cached = len(self.cached_block_hashes_by_block) > 0
-        for _ in range(num_blocks):
-            if block is None or block.ref_cnt != 0:
-                self._undo_take(taken, block)
-            after = block.next_free_block
-            if after is None:  # the tail has none
-                self._undo_take(taken, block)
-            block.prev_free_block = None
-            block.next_free_block = None
-            block.ref_cnt = 1
-            block.generation += 1
-            if block._block_hash is not None:
-                any_cached = True
-            taken.append(block)
-            block = after
-        assert block is not None
-        head.next_free_block = block
-        block.prev_free_block = head
-        queue.num_free_blocks -= num_blocks
-        if any_cached and self.colder_tiers is not None:
-            self._tell_tiers(taken, self.colder_tiers)
-        if self.metrics_collector is not None:
-            self._tell_observer(taken, self.metrics_collector)
-        elif any_cached and self.enable_caching:
-            evict_all(self, taken)
-        return taken
+            num_blocks = as_int("num_blocks", num_blocks)
+        return take_first(self, num_blocks, None)
+
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
+        """As `get_new_blocks`; the blocks are appended to `blocks` in the same step.
+
+        Whatever interrupts the caller, `blocks` says which references it has to give back.
+        """
+        take_first(self, num_blocks, blocks)
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take these free blocks out of wherever they are in the queue, as `get_new_blocks` takes the next.
@@ -138,77 +139,7 @@ class BlockPoolCore(PrefixCache):
             Whatever a reuse watcher raises; the blocks are at the front of the queue then.
         Cost: O(len(blocks)), whatever the size of the pool.
         """
-        owner = self._owner
-        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
-        num_done: i64 = 0
-        try:
-            for block in listed:
-                if block._owner is not owner or block.is_null:
-                    raise InvalidBlockError(
-                        f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; "
-                        "take_blocks() takes free blocks of the pool"
-                    )
-                if block.ref_cnt != 0 or block.next_free_block is None or block.prev_free_block is None:
-                    raise InvalidBlockError(
-                        f"block {block.block_id} is in use, or listed twice; take_blocks() takes free blocks"
-                    )
-                block.ref_cnt = 1  # which a second mention of the block comes upon
-                num_done += 1
-        except Exception as error:
-            for block in listed[:num_done]:
-                block.ref_cnt = 0
-            raise_typed(error, listed, "take_blocks()")
-        if self._reuse_watchers:
-            self._tell_watchers_of(listed)
-        any_cached = len(self.cached_block_hashes_by_block) > 0
-        for block in listed:
-            before = block.prev_free_block
-            after = block.next_free_block
-            assert before is not None
-            assert after is not None
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.prev_free_block = None
-            block.next_free_block = None
-            block.generation += 1
-            if block._block_hash is not None:
-                any_cached = True
-        self.free_block_queue.num_free_blocks -= len(listed)
-        if any_cached and self.colder_tiers is not None:
-            self._tell_tiers(listed, self.colder_tiers)
-        if self.metrics_collector is not None:
-            self._tell_observer(listed, self.metrics_collector)
-        elif any_cached and self.enable_caching:
-            evict_all(self, listed)
-
-    def _tell_watchers_of(self, blocks: list[KVCacheBlock]) -> None:
-        """Call whoever waits for these free blocks, off the queue meanwhile and at its front afterwards."""
-        queue = self.free_block_queue
-        for block in blocks:
-            block.ref_cnt = 0
-            queue.remove(block)
-        try:
-            self._tell_watchers(blocks)
-        finally:
-            queue.prepend_n(blocks)
-        for block in blocks:
-            block.ref_cnt = 1
-
-    def _undo_take(self, taken: list[KVCacheBlock], culprit: KVCacheBlock | None) -> NoReturn:
-        """Link again what was taken off the front of the queue, and say what is wrong with what came next."""
-        queue = self.free_block_queue
-        for block in taken:
-            block.ref_cnt = 0
-        link(queue.fake_free_list_head, taken, queue.fake_free_list_tail if culprit is None else culprit)
-        if culprit is None or culprit.ref_cnt == 0:
-            raise CorruptedPoolError(
-                f"num_free_blocks is {queue.num_free_blocks} but only {len(taken)} blocks are linked: "
-                "the counter is out of sync with the queue"
-            )
-        raise CorruptedPoolError(
-            f"block {culprit.block_id} is in the free queue with ref_cnt {culprit.ref_cnt}; "
-            "only touch() may reference a free block"
-        )
+        take_listed(self, as_list("blocks", blocks), None)
 
     def _tell_observer(self, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
         """Evict and hand out these blocks one after the other, as the observer expects it."""
@@ -226,22 +157,12 @@ class BlockPoolCore(PrefixCache):
         if self.enable_caching:
             tiers.on_blocks_reused([block for block in taken if block._block_hash is not None])
 
-    def _tell_watchers_of_next(self, num_blocks: int) -> None:
-        """Call, once and in order, whoever waits for the next `num_blocks` free blocks to be reused.
-
-        They are off the queue meanwhile, and back at its front even if a watcher raises.
-        """
-        blocks = self.free_block_queue.popleft_n(num_blocks)
-        try:
-            self._tell_watchers(blocks)
-        finally:
-            self.free_block_queue.prepend_n(blocks)
-
     def _tell_watchers(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Call, once and in order, whoever waits for these blocks to be reused."""
         for block in blocks:
-            on_reuse = self._reuse_watchers.pop(block.block_id, None)
+            on_reuse = self._reuse_watchers.get(block.block_id)
             if on_reuse is not None:
+                del self._reuse_watchers[block.block_id]
                 on_reuse(block)
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -254,57 +175,11 @@ class BlockPoolCore(PrefixCache):
             InvalidTypeError: not a block. In both cases nothing has changed.
         Cost: O(len(blocks)). Contract: vLLM 0.33 `BlockPool.touch`.
         """
-        owner = self._owner
-        listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
-        num_taken: i64 = 0
-        num_done: i64 = 0
-        try:
-            for block in listed:
-                if block._owner is not owner:
-                    self._check_stranger(block)
-                if block.is_null:
-                    num_done += 1
-                    continue
-                ref_cnt = block.ref_cnt
-                if ref_cnt == 0:
-                    before = block.prev_free_block
-                    after = block.next_free_block
-                    if before is None or after is None:
-                        raise_not_queued(block)
-                    # The block keeps its own links until all went well: they say where it belongs.
-                    before.next_free_block = after
-                    after.prev_free_block = before
-                    num_taken += 1
-                block.ref_cnt = ref_cnt + 1
-                num_done += 1
-        except Exception as error:
-            self._undo_touch(listed[:num_done])
-            raise_typed(error, listed, "touch()")
-        if num_taken:
-            for block in listed:
-                if block.next_free_block is not None:
-                    block.prev_free_block = None
-                    block.next_free_block = None
-            self.free_block_queue.num_free_blocks -= num_taken
-        observer = self.metrics_collector
-        if observer is not None:
-            for block in listed:
-                if not block.is_null:
-                    observer.on_block_accessed(block)
+        touch_all(self, as_list("blocks", blocks), None)
 
-    def _undo_touch(self, touched: list[KVCacheBlock]) -> None:
-        """Backwards, each to between the neighbours that it still names."""
-        for block in reversed(touched):
-            if block.is_null:
-                continue
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                before = block.prev_free_block
-                after = block.next_free_block
-                assert before is not None
-                assert after is not None
-                before.next_free_block = block
-                after.prev_free_block = block
+    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
+        """As `touch`; the blocks are appended to `onto` in the same step, see `take_onto`."""
+        touch_all(self, blocks, onto)
 
     # ---- giving back -----------------------------------------------------------------------------
 
@@ -323,76 +198,15 @@ class BlockPoolCore(PrefixCache):
             InvalidTypeError: not a block. In both cases nothing has changed.
         Cost: O(number of blocks). Contract: vLLM 0.33 `BlockPool.free_blocks`.
         """
-        owner = self._owner
-        caching = self.enable_caching
-        listed: list[KVCacheBlock] = (
-            ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-        )
-        # Two chains are linked on the way, and spliced into the queue when all went well.
-        front_first: KVCacheBlock | None = None
-        front_last: KVCacheBlock | None = None
-        back_first: KVCacheBlock | None = None
-        back_last: KVCacheBlock | None = None
-        num_front: i64 = 0
-        num_back: i64 = 0
-        foreign: list[KVCacheBlock] | None = None
-        by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
-        num_done: i64 = 0
-        try:
-            for block in listed:
-                if block.is_null:
-                    num_done += 1
-                    continue
-                if block._owner is not owner and block._owner is not None:
-                    if foreign is None:
-                        foreign = []
-                    foreign.append(block)
-                    num_done += 1
-                    continue
-                ref_cnt = block.ref_cnt - 1
-                if ref_cnt < 0 and block._owner is not None:
-                    raise InvalidBlockError(
-                        f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
-                        "Was it freed twice?"
-                    )
-                block.ref_cnt = ref_cnt
-                num_done += 1
-                if ref_cnt != 0:
-                    continue
-                if block._block_hash is None or not caching:
-                    if front_last is None:
-                        front_first = block
-                    else:
-                        front_last.next_free_block = block
-                        block.prev_free_block = front_last
-                    front_last = block
-                    num_front += 1
-                else:
-                    if back_last is None:
-                        back_first = block
-                    else:
-                        back_last.next_free_block = block
-                        block.prev_free_block = back_last
-                    back_last = block
-                    num_back += 1
-            if foreign is not None:
-                by_pool = _group_by_pool(foreign)
-        except Exception as error:
-            for block in listed[:num_done]:
-                if not block.is_null and (block._owner is owner or block._owner is None):
-                    if block.ref_cnt == 0:
-                        block.prev_free_block = None
-                        block.next_free_block = None
-                    block.ref_cnt += 1
-            raise_typed(error, listed, "free_blocks()")
-        queue = self.free_block_queue
-        if front_first is not None and front_last is not None:
-            queue.splice_front(front_first, front_last, num_front)
-        if back_first is not None and back_last is not None:
-            queue.splice_back(back_first, back_last, num_back)
-        if by_pool is not None:
-            for pool, theirs in by_pool.values():
-                pool.free_blocks(theirs)
+        listed = as_list("ordered_blocks", ordered_blocks)
+        free_all(self, listed, False)
+
+    def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
+        """As `free_blocks`; `ordered_blocks` is empty afterwards, in the same step.
+
+        Whatever interrupts the caller, the list says which references are still to be given back.
+        """
+        free_all(self, ordered_blocks, True)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Drop one reference of each block, and be told when the block is reused.
@@ -409,31 +223,48 @@ class BlockPoolCore(PrefixCache):
         """
         if not callable(on_reuse):
             raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; it is called with the block")
+        if self._unfinished != NOTHING:
+            self._recover()
         owner = self._owner
-        listed: list[KVCacheBlock] = list(blocks)
-        released: list[KVCacheBlock] = []
-        index = -1
+        queue = self.free_block_queue
+        listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
+        watchers = {}
+        first: KVCacheBlock | None = None
+        last: KVCacheBlock | None = None
+        num_freed: i64 = 0
+        num_done: i64 = 0
         try:
-            for index, block in enumerate(listed):  # noqa: B007 (undoing reads it)
+            for block in listed:
                 check_ours(block, owner, "unpin_blocks()")
                 if block.is_null or block.ref_cnt < 1:
                     raise InvalidBlockError(
                         f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
                         "unpin_blocks() takes blocks that are in use"
                     )
+                watchers[block.block_id] = on_reuse
                 block.ref_cnt -= 1
+                num_done += 1
                 if block.ref_cnt == 0:
-                    released.append(block)
-        except Exception as error:
-            for block in listed[:index]:
-                block.ref_cnt += 1
+                    if last is None:
+                        first = block
+                    else:
+                        last.next_free_block = block
+                        block.prev_free_block = last
+                    last = block
+                    num_freed += 1
+            self._reuse_watchers |= watchers
+            queue.splice(None, None, 0, first, last, num_freed)
+        except BaseException as error:
+            self._unfinished_blocks = listed
+            self._unfinished_count = num_done
+            self._unfinished = UNDO_FREEING
+            self._recover()
             raise_typed(error, listed, "unpin_blocks()")
-        for block in listed:
-            self._reuse_watchers[block.block_id] = on_reuse
-        self.free_block_queue.append_n(released)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
         """May its only holder write into the block? Not if it is null, shared, free or cached."""
+        if not isinstance(block, KVCacheBlock):
+            refuse_type("block", block, "KVCacheBlock")
         return not block.is_null and block.ref_cnt == 1 and block._block_hash is None
 
     def _check_stranger(self, block: KVCacheBlock) -> None:
@@ -452,25 +283,35 @@ class BlockPoolCore(PrefixCache):
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make these blocks unfindable, free or in use; references and queue places stay as they are.
 
+        Their content counts as wrong: each `generation` advances, so that a transfer that reads one of them
+        fails instead of delivering it.
+
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        listed: list[Any] = list(block_ids)
-        num_blocks: i64 = self.num_gpu_blocks
+        listed: list[Any] = as_ints("block_ids", block_ids)
+        num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
         for element in listed:
-            if not isinstance(element, int):
-                raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(element).__name__}")
-            block_id: i64 = element
+            block_id: int = element
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
                     "Did a KV connector report a block that was never allocated here?"
                 )
-        for element in listed:
-            block_id = element
-            self._maybe_evict_cached_block(self.blocks[block_id])
+        if self._unfinished != NOTHING:
+            self._recover()
+        evicted = [self.blocks[element] for element in listed]
+        try:
+            for block in evicted:
+                block.generation += 1
+                self._maybe_evict_cached_block(block)
+        except BaseException:
+            self._unfinished_blocks = evicted
+            self._unfinished = EVICTING
+            self._recover()
+            raise
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash, as after a change of weights. One `AllBlocksCleared`.
@@ -480,6 +321,8 @@ class BlockPoolCore(PrefixCache):
         The order of the free queue stays. O(number of blocks).
         Contract: vLLM 0.33 `BlockPool.reset_prefix_cache`.
         """
+        if self._unfinished != NOTHING:
+            self._recover()
         num_in_use = self.num_gpu_blocks - 1 - self.free_block_queue.num_free_blocks
         if num_in_use:
             import logging
@@ -488,29 +331,41 @@ class BlockPoolCore(PrefixCache):
                 "prefix cache not reset: %d blocks are still in use", num_in_use
             )
             return False
-        self.cached_block_hash_to_block = BlockHashToBlockMap()
-        for secondary in self.cached_block_hashes_by_block.values():
-            self.num_evictions += len(secondary)
-        self.cached_block_hashes_by_block.clear()
+        num_keys = sum([len(keys) for keys in self.cached_block_hashes_by_block.values()])
+        for block in self.blocks:
+            if block._block_hash is not None:
+                num_keys += 1
+        self._unfinished_total = self.num_evictions + num_keys
         try:
+            self.cached_block_hash_to_block = BlockHashToBlockMap()
             if self._reuse_watchers:
                 watched = [block_id for block_id in self._reuse_watchers if block_id < self.num_gpu_blocks]
                 self._tell_watchers([self.blocks[block_id] for block_id in watched])
-                self._reuse_watchers.clear()  # what is left waits for bare blocks
         finally:
-            for block in self.blocks:
-                if block._block_hash is not None:
-                    self.num_evictions += 1
-                    block.reset_hash()
+            self._unfinished = RESETTING
+            finish(self)
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
-        if self.enable_kv_cache_events:
-            self.kv_event_queue.append(self._cleared_type())
         if self.colder_tiers is not None:
             self.colder_tiers.on_cache_reset()
         return True
 
     # ---- other ids, other sizes ------------------------------------------------------------------
+
+    def hold(self, blocks: Iterable[KVCacheBlock], reason: str) -> Hold:
+        """Keep these blocks at their ids until the hold is released: no compaction moves them meanwhile.
+
+        For bytes that something else reads or writes by block id: a transfer, a copy in flight, an open plan.
+        The hold takes no reference; the caller has one on each block. Null blocks are skipped.
+
+        Args:
+            reason: completes "the block is ..." in error messages: "sent to node b".
+        Raises:
+            InvalidBlockError: a block is free or another pool's. Nothing has changed.
+        Cost: O(len(blocks)).
+        """
+        check_type("reason", reason, str)
+        return self.holds.open(as_list_of("blocks", blocks, KVCacheBlock), reason)
 
     def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchange the ids of the two blocks of each pair, after their bytes have been moved accordingly.
@@ -520,69 +375,119 @@ class BlockPoolCore(PrefixCache):
         id has to look again.
 
         Raises:
-            InvalidBlockError: an id is not one of this pool's, is 0, or is listed twice. Nothing has changed.
+            InvalidBlockError: an id is not one of this pool's, is 0, is listed twice, or is that of a held
+                block. Nothing has changed.
         Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
         """
+        pairs = as_pairs(pairs)
+        if self._unfinished != NOTHING:
+            self._recover()
+        if self.holds.list_holds():
+            self.holds.check_movable({block_id for pair in pairs for block_id in pair})
         old = self.blocks
         num_blocks = len(old)
         new = list(old)
         moved: list[KVCacheBlock] = []
+        is_wrong = False
         for first_id, second_id in pairs:
-            # An id that is not its block's any more has been listed before.
-            is_wrong = not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id
-            if is_wrong or old[first_id].block_id != first_id or old[second_id].block_id != second_id:
-                for block_id, block in enumerate(old):
-                    block.block_id = block_id
-                raise InvalidBlockError(
-                    f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
-                )
+            # An id that is another's by now has been listed before.
+            if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
+                is_wrong = True
+                break
             first = old[first_id]
             second = old[second_id]
-            first.block_id = second_id
-            second.block_id = first_id
+            if new[first_id] is not first or new[second_id] is not second:
+                is_wrong = True
+                break
             new[first_id] = second
             new[second_id] = first
             moved.append(first)
             moved.append(second)
-        self.blocks = tuple(new)
+        if is_wrong:
+            raise InvalidBlockError(
+                f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
+            )
+        # All of it is worked out before anything changes, and put in place by `_recover`.
+        new_ids = dict(pairs)
+        new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
+        swap = IdSwap(tuple(new), [(block, new_ids[block.block_id]) for block in moved])
         any_cached = False
         for block in moved:
             if block._block_hash is not None:
                 any_cached = True
         if any_cached:
-            rekey(self, moved, pairs)
+            swap.secondary, swap.copies = plan_rekeying(self, moved, new_ids)
             for block in old:  # each remembers its successor by id
-                if 0 < block._next_cached_id < num_blocks:
-                    block._next_cached_id = old[block._next_cached_id].block_id
+                next_id = block._next_cached_id
+                if next_id > 0 and new[next_id] is not old[next_id]:
+                    swap.successors.append((block, old[next_id]))
         if self._reuse_watchers:
-            self._reuse_watchers = {
-                old[block_id].block_id if 0 <= block_id < num_blocks else block_id: on_reuse
+            swap.watchers = {
+                new_ids.get(block_id, block_id): on_reuse
                 for block_id, on_reuse in self._reuse_watchers.items()
             }
+        self._unfinished_swap = swap
+        self._unfinished = SWAPPING_IDS
+        finish(self)
 
     def add_blocks(self, num_blocks: int) -> None:
-        """Let the pool have `num_blocks` blocks more, free and next to be reused. O(number of blocks)."""
-        added = [
-            KVCacheBlock(block_id)
-            for block_id in range(self.num_gpu_blocks, self.num_gpu_blocks + num_blocks)
-        ]
+        """Add `num_blocks` free blocks with the highest ids, next to be reused. O(number of blocks).
+
+        Raises:
+            InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
+        """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        if num_blocks < 0:
+            raise InvalidArgumentError(
+                f"the pool cannot grow by {num_blocks} blocks; see remove_last_blocks()"
+            )
+        if num_blocks == 0:
+            return
+        if self._unfinished != NOTHING:
+            self._recover()
+        queue = self.free_block_queue
+        num_before = self.num_gpu_blocks
+        added = [KVCacheBlock(block_id) for block_id in range(num_before, num_before + num_blocks)]
+        last = added[0]
         for block in added:
             block._owner = self._owner
-        self.blocks += tuple(added)
-        self.num_gpu_blocks += num_blocks
-        if self._num_guessable:
-            self._num_guessable = self.num_gpu_blocks
-        self.free_block_queue.prepend_n(added)
+            if block is not last:
+                block.prev_free_block = last
+                last.next_free_block = block
+                last = block
+        blocks = self.blocks + tuple(added)
+        queue.check_linked()
+        try:
+            queue.splice(added[0], last, num_blocks, None, None, 0)
+            self.num_gpu_blocks += num_blocks
+            if self._num_guessable:
+                self._num_guessable = self.num_gpu_blocks
+            self.blocks = blocks
+        except BaseException:
+            for block in added:  # no longer linked to each other, so that they can be collected
+                block.prev_free_block = None
+                block.next_free_block = None
+            raise
 
     def remove_last_blocks(self, num_blocks: int) -> None:
         """Let the pool have `num_blocks` blocks less, those with the highest ids. O(number of blocks).
 
         They are evicted where cached, and whoever waits for their reuse is told.
         Raises:
+            InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
             InvalidBlockError: one of them is in use, or the null block. Nothing has changed.
             Whatever a reuse watcher raises; the blocks are at the front of the queue then.
         """
-        num_left = self.num_gpu_blocks - num_blocks
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        if num_blocks < 0:
+            raise InvalidArgumentError(f"the pool cannot shrink by {num_blocks} blocks; see add_blocks()")
+        if num_blocks == 0:
+            return
+        if self._unfinished != NOTHING:
+            self._recover()
+        num_left = max(0, self.num_gpu_blocks - num_blocks)
         removed = list(self.blocks[num_left:])
         for block in removed:
             if block.ref_cnt != 0 or block.is_null:
@@ -590,17 +495,113 @@ class BlockPoolCore(PrefixCache):
                     f"block {block.block_id} is {'null' if block.is_null else 'in use'}; only free blocks "
                     "can be removed. Move it below the others first."
                 )
+        blocks = self.blocks[:num_left]
         if self._reuse_watchers:
-            self._tell_watchers_of(removed)
+            tell_watchers_of(self, removed)
+        for block in removed:
+            self._maybe_evict_cached_block(block)
+        gone: list[KVCacheBlock] = []
+        try:
+            take_listed(self, removed, gone, False)
+        finally:
+            if gone:
+                self._last_found = blocks[0]
+                self.blocks = blocks
+                self.num_gpu_blocks = num_left
+                if self._num_guessable:
+                    self._num_guessable = num_left
         for block in removed:
             block.ref_cnt = 0
-            self.free_block_queue.remove(block)
-            self._maybe_evict_cached_block(block)
-        self.blocks = self.blocks[:num_left]
-        self.num_gpu_blocks = num_left
-        if self._num_guessable:
-            self._num_guessable = num_left
-        self._last_found = self.blocks[0]
+
+    def _recover(self) -> None:
+        queue = self.free_block_queue
+        head = queue.fake_free_list_head
+        todo = self._unfinished
+        blocks = self._unfinished_blocks
+        if todo == UNDO_TAKING_FIRST:
+            if self._unfinished_count < 0:
+                self._unfinished_count = len(blocks)
+            while self._unfinished_count > 0:
+                # From the last one on, each to the front of the queue.
+                block = blocks[self._unfinished_count - 1]
+                after = head.next_free_block
+                assert after is not None
+                block.ref_cnt = 0
+                block.prev_free_block = head
+                block.next_free_block = after
+                head.next_free_block = block
+                after.prev_free_block = block
+                self._unfinished_count -= 1
+            queue.num_free_blocks = self._unfinished_total
+        elif todo in (UNDO_TOUCHING, UNDO_TAKING_LISTED):
+            while self._unfinished_count > 0:
+                # From the last one on, each to between the neighbours that it still names.
+                block = blocks[self._unfinished_count - 1]
+                if not block.is_null:
+                    block.ref_cnt = block.ref_cnt - 1 if todo == UNDO_TOUCHING else 0
+                    if block.ref_cnt == 0:
+                        before = block.prev_free_block
+                        after = block.next_free_block
+                        assert before is not None
+                        assert after is not None
+                        before.next_free_block = block
+                        after.prev_free_block = block
+                self._unfinished_count -= 1
+        elif todo in (CLEARING_LINKS, CLEARING_LINKS_OF_TAKEN):
+            for block in blocks:
+                if block.next_free_block is not None:
+                    block.prev_free_block = None
+                    block.next_free_block = None
+                    if todo == CLEARING_LINKS_OF_TAKEN:
+                        block.generation += 1
+        elif todo == UNDO_FREEING:
+            owner = self._owner
+            while self._unfinished_count > 0:
+                block = blocks[self._unfinished_count - 1]
+                if not block.is_null and (block._owner is owner or block._owner is None):
+                    if block.ref_cnt == 0:
+                        block.prev_free_block = None
+                        block.next_free_block = None
+                    block.ref_cnt += 1
+                self._unfinished_count -= 1
+        elif todo == RESETTING:
+            self.cached_block_hash_to_block = BlockHashToBlockMap()
+            self.cached_block_hashes_by_block.clear()
+            self._reuse_watchers.clear()  # what is left waits for bare blocks
+            for block in self.blocks:
+                if block._block_hash is not None:
+                    block._block_hash = None
+                    block._num_hash_tokens = -1
+                    block._next_cached_id = -1
+            cleared = [self._cleared_type()] if self.enable_kv_cache_events else []
+            events = self.kv_event_queue
+            events += cleared
+            self.num_evictions = self._unfinished_total
+            self._unfinished = NOTHING
+        elif todo == SWAPPING_IDS:
+            self._put_ids()
+        else:
+            super()._recover()
+        self._unfinished = NOTHING
+
+    def _put_ids(self) -> None:
+        """Put in place what `swap_block_ids` worked out; again, if it was interrupted."""
+        swap = self._unfinished_swap
+        assert swap is not None
+        entries = self.cached_block_hash_to_block._cache
+        for block, block_id in swap.moved:
+            block.block_id = block_id
+        for key, copies in swap.copies:
+            entries[key] = copies
+        for block, successor in swap.successors:
+            block._next_cached_id = successor.block_id
+        if swap.secondary is not None:
+            self.cached_block_hashes_by_block = swap.secondary
+        if swap.watchers is not None:
+            self._reuse_watchers = swap.watchers
+        self.blocks = swap.blocks
+        self._unfinished = NOTHING
+        self._unfinished_swap = None
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -614,6 +615,405 @@ class BlockPoolCore(PrefixCache):
         if num_allocatable == 0:
             return 0
         return 1.0 - self.free_block_queue.num_free_blocks / num_allocatable
+
+
+class IdSwap:
+    """What `swap_block_ids` is about to put in place; see `BlockPoolCore._recover`."""
+
+    def __init__(self, blocks: tuple[KVCacheBlock, ...], moved: list[tuple[KVCacheBlock, int]]) -> None:
+        self.blocks: tuple[KVCacheBlock, ...] = blocks
+        self.moved: list[tuple[KVCacheBlock, int]] = moved
+        self.secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
+        self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
+        self.successors: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+        self.watchers: dict[int, Callable[[KVCacheBlock], None]] | None = None
+
+
+# Functions, since a compiled method that subclasses may override is looked up by name at each call.
+#
+# Each changes blocks in a loop that can be undone, and puts the result in place by assignments without a call
+# in between; see the remark in prefix_cache.py. What interrupts the undoing, `_recover` completes at the next
+# call.
+
+
+def finish(pool: BlockPoolCore) -> None:
+    """Do what is noted to be unfinished, to its end even if it is interrupted once."""
+    try:
+        pool._recover()
+    except BaseException:
+        pool._recover()
+        raise
+
+
+def take_first(pool: BlockPoolCore, num_blocks: int, onto: list[KVCacheBlock] | None) -> list[KVCacheBlock]:
+    """See `BlockPoolCore.get_new_blocks`; appends the blocks to `onto` as well."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    queue = pool.free_block_queue
+    if num_blocks > queue.num_free_blocks:
+        raise OutOfBlocksError(
+            f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
+            f"{queue.num_free_blocks} are free of {pool.num_gpu_blocks - 1}. "
+            "Free a request, or ask for fewer."
+        )
+    if num_blocks < 0:
+        raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
+    if pool._reuse_watchers:
+        tell_watchers_of_next(pool, num_blocks)
+    taken: list[KVCacheBlock] = []
+    if num_blocks == 0:
+        return taken
+    any_cached = pop_first(pool, num_blocks, taken)
+    try:
+        if any_cached or pool.metrics_collector is not None:
+            give_content_away(pool, taken, any_cached)
+        if onto is not None:
+            onto += taken
+    except BaseException:
+        pool._unfinished_total = queue.num_free_blocks + num_blocks
+        pool._unfinished_blocks = taken
+        pool._unfinished_count = -1
+        pool._unfinished = UNDO_TAKING_FIRST
+        pool._recover()
+        raise
+    return taken
+
+
+def pop_first(pool: BlockPoolCore, num_blocks: int, taken: list[KVCacheBlock]) -> bool:
+    """Unlink the first blocks of the queue, count a reference of each, and append them to `taken`.
+
+    True if any has content. On whatever interrupts it, nothing has changed but `taken`.
+    """
+    queue = pool.free_block_queue
+    num_free = queue.num_free_blocks
+    head = queue.fake_free_list_head
+    block = head.next_free_block
+    after = block
+    any_cached = len(pool.cached_block_hashes_by_block) > 0
+    try:
+        for _ in range(num_blocks):
+            if block is None or block.ref_cnt != 0 or block.next_free_block is None:  # the tail has none
+                raise CorruptedPoolError(_describe_bad_queue(queue, len(taken), block))
+            taken.append(block)
+            after = block.next_free_block
+            block.prev_free_block = None
+            block.next_free_block = None
+            block.ref_cnt = 1
+            block.generation += 1
+            if block._block_hash is not None:
+                any_cached = True
+            block = after
+        assert block is not None
+        head.next_free_block = block
+        block.prev_free_block = head
+        queue.num_free_blocks = num_free - num_blocks
+    except BaseException:
+        if taken and taken[-1] is after:
+            del taken[-1]  # appended, and not unlinked yet
+        following = queue.fake_free_list_tail if after is None else after
+        head.next_free_block = following
+        following.prev_free_block = head
+        pool._unfinished_total = num_free
+        pool._unfinished_blocks = taken
+        pool._unfinished_count = -1
+        pool._unfinished = UNDO_TAKING_FIRST
+        pool._recover()
+        raise
+    return any_cached
+
+
+def _describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: KVCacheBlock | None) -> str:
+    """Say what is wrong with the block that comes after the first `num_linked` in the queue."""
+    if culprit is None or culprit.ref_cnt == 0:
+        return (
+            f"num_free_blocks is {queue.num_free_blocks} but only {num_linked} blocks are linked: "
+            "the counter is out of sync with the queue"
+        )
+    return (
+        f"block {culprit.block_id} is in the free queue with ref_cnt {culprit.ref_cnt}; "
+        "only touch() may reference a free block"
+    )
+
+
+def give_content_away(pool: BlockPoolCore, taken: list[KVCacheBlock], any_cached: bool) -> None:
+    """Tell whoever watches that these blocks are taken, and evict what they hold."""
+    if any_cached and pool.colder_tiers is not None:
+        pool._tell_tiers(taken, pool.colder_tiers)
+    if pool.metrics_collector is not None:
+        pool._tell_observer(taken, pool.metrics_collector)
+    elif any_cached and pool.enable_caching:
+        evict_all(pool, taken)
+
+
+def take_listed(
+    pool: BlockPoolCore,
+    listed: list[KVCacheBlock],
+    onto: list[KVCacheBlock] | None,
+    is_reuse: bool = True,
+) -> None:
+    """See `BlockPoolCore.take_blocks`; appends the blocks to `onto` as well.
+
+    Args:
+        is_reuse: False tells nobody, and evicts nothing.
+    """
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    if is_reuse and pool._reuse_watchers:
+        check_takeable(pool, listed)
+        tell_watchers_of(pool, listed)
+    owner = pool._owner
+    queue = pool.free_block_queue
+    num_listed = len(listed)
+    any_cached = len(pool.cached_block_hashes_by_block) > 0
+    num_done: i64 = 0
+    is_taken = False
+    try:
+        for block in listed:
+            before = block.prev_free_block
+            after = block.next_free_block
+            if block._owner is not owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, owner)
+            if before is None or after is None:
+                raise_not_takeable(block, owner)
+            if block._block_hash is not None:
+                any_cached = True
+            # The block keeps its own links until all went well: they say where it belongs.
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.ref_cnt = 1  # which a second mention of the block comes upon
+            num_done += 1
+        if is_reuse and (any_cached or pool.metrics_collector is not None):
+            give_content_away(pool, listed, any_cached)
+        if onto is not None:
+            onto += listed
+        queue.num_free_blocks -= num_listed
+        is_taken = True
+        for block in listed:
+            if block.next_free_block is not None:
+                block.prev_free_block = None
+                block.next_free_block = None
+                block.generation += 1
+    except BaseException as error:
+        pool._unfinished_blocks = listed
+        pool._unfinished_count = num_done
+        pool._unfinished = CLEARING_LINKS_OF_TAKEN if is_taken else UNDO_TAKING_LISTED
+        pool._recover()
+        raise_typed(error, listed, "take_blocks()")
+
+
+def check_takeable(pool: BlockPoolCore, listed: list[KVCacheBlock]) -> None:
+    """Raise what `take_listed` would. Only looks."""
+    seen: set[int] = set()
+    try:
+        for block in listed:
+            if block._owner is not pool._owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, pool._owner)
+            if block.next_free_block is None or block.block_id in seen:
+                raise_not_takeable(block, pool._owner)
+            seen.add(block.block_id)
+    except Exception as error:
+        raise_typed(error, listed, "take_blocks()")
+
+
+def raise_not_takeable(block: KVCacheBlock, owner: Any) -> NoReturn:
+    """A block that `take_blocks` does not take."""
+    if block._owner is not owner or block.is_null:
+        raise InvalidBlockError(
+            f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; "
+            "take_blocks() takes free blocks of the pool"
+        )
+    raise InvalidBlockError(
+        f"block {block.block_id} is in use, or listed twice; take_blocks() takes free blocks"
+    )
+
+
+def tell_watchers_of_next(pool: BlockPoolCore, num_blocks: int) -> None:
+    """Call, once and in order, whoever waits for the next `num_blocks` free blocks to be reused.
+
+    They are off the queue meanwhile, and back at its front even if a watcher raises.
+    """
+    taken: list[KVCacheBlock] = []
+    pop_first(pool, num_blocks, taken)
+    try:
+        for block in taken:
+            block.ref_cnt = 0
+            block.generation -= 1
+        pool._tell_watchers(taken)
+    finally:
+        pool._unfinished_total = pool.free_block_queue.num_free_blocks + num_blocks
+        pool._unfinished_blocks = taken
+        pool._unfinished_count = -1
+        pool._unfinished = UNDO_TAKING_FIRST
+        finish(pool)
+
+
+def tell_watchers_of(pool: BlockPoolCore, blocks: list[KVCacheBlock]) -> None:
+    """Call whoever waits for these free blocks, off the queue meanwhile and at its front afterwards."""
+    queue = pool.free_block_queue
+    num_free = queue.num_free_blocks
+    num_blocks = len(blocks)
+    off: list[KVCacheBlock] = []
+    is_off = False
+    try:
+        for block in blocks:
+            off.append(block)
+            before = block.prev_free_block
+            after = block.next_free_block
+            assert before is not None
+            assert after is not None
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = None
+            block.next_free_block = None
+        queue.num_free_blocks = num_free - num_blocks
+        is_off = True
+        pool._tell_watchers(blocks)
+    finally:
+        if not is_off and off and off[-1].next_free_block is not None:
+            del off[-1]  # appended, and not unlinked yet
+        pool._unfinished_total = queue.num_free_blocks + num_blocks if is_off else num_free
+        pool._unfinished_blocks = off
+        pool._unfinished_count = -1
+        pool._unfinished = UNDO_TAKING_FIRST
+        finish(pool)
+
+
+def touch_all(pool: BlockPoolCore, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
+    """See `BlockPoolCore.touch`; appends the blocks to `onto` as well."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    owner = pool._owner
+    num_taken: i64 = 0
+    num_done: i64 = 0
+    is_touched = False
+    try:
+        for block in listed:
+            if block._owner is not owner:
+                pool._check_stranger(block)
+            if block.is_null:
+                num_done += 1
+                continue
+            ref_cnt = block.ref_cnt
+            if ref_cnt == 0:
+                before = block.prev_free_block
+                after = block.next_free_block
+                if before is None or after is None:
+                    raise_not_queued(block)
+                # The block keeps its own links until all went well: they say where it belongs.
+                before.next_free_block = after
+                after.prev_free_block = before
+                num_taken += 1
+            elif ref_cnt >= MAX_REFERENCES:
+                raise InvalidBlockError(
+                    f"block {block.block_id} has {ref_cnt} references, the most that can be counted"
+                )
+            block.ref_cnt = ref_cnt + 1
+            num_done += 1
+        observer = pool.metrics_collector
+        if observer is not None:
+            for block in listed:
+                if not block.is_null:
+                    observer.on_block_accessed(block)
+        if onto is not None:
+            onto += listed
+        is_touched = True
+        if num_taken:
+            pool.free_block_queue.num_free_blocks -= num_taken
+            for block in listed:
+                if block.next_free_block is not None:
+                    block.prev_free_block = None
+                    block.next_free_block = None
+    except BaseException as error:
+        pool._unfinished_blocks = listed
+        pool._unfinished_count = num_done
+        pool._unfinished = CLEARING_LINKS if is_touched else UNDO_TOUCHING
+        pool._recover()
+        raise_typed(error, listed, "touch()")
+
+
+def free_all(pool: BlockPoolCore, listed: list[KVCacheBlock], empties: bool) -> None:
+    """See `BlockPoolCore.free_blocks`; empties the list in the same step, if asked to."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    owner = pool._owner
+    caching = pool.enable_caching
+    # Two chains are linked on the way, and spliced into the queue when all went well.
+    front_first: KVCacheBlock | None = None
+    front_last: KVCacheBlock | None = None
+    back_first: KVCacheBlock | None = None
+    back_last: KVCacheBlock | None = None
+    num_front: i64 = 0
+    num_back: i64 = 0
+    foreign: list[KVCacheBlock] | None = None
+    by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
+    num_done: i64 = 0
+    is_freed = False
+    try:
+        for block in listed:
+            if block.is_null:
+                num_done += 1
+                continue
+            if block._owner is not owner and block._owner is not None:
+                if foreign is None:
+                    foreign = []
+                foreign.append(block)
+                num_done += 1
+                continue
+            ref_cnt = block.ref_cnt - 1
+            if ref_cnt < 0 and block._owner is not None:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
+                    "Was it freed twice?"
+                )
+            block.ref_cnt = ref_cnt
+            num_done += 1
+            if ref_cnt != 0:
+                continue
+            if block._block_hash is None or not caching:
+                if front_last is None:
+                    front_first = block
+                else:
+                    front_last.next_free_block = block
+                    block.prev_free_block = front_last
+                front_last = block
+                num_front += 1
+            else:
+                if back_last is None:
+                    back_first = block
+                else:
+                    back_last.next_free_block = block
+                    block.prev_free_block = back_last
+                back_last = block
+                num_back += 1
+        if foreign is not None:
+            by_pool = _group_by_pool(foreign)
+        pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
+        is_freed = True
+        if empties:
+            listed.clear()
+    except BaseException as error:
+        if is_freed:
+            if empties:
+                listed.clear()
+            raise
+        pool._unfinished_blocks = listed
+        pool._unfinished_count = num_done
+        pool._unfinished = UNDO_FREEING
+        pool._recover()
+        raise_typed(error, listed, "free_blocks(ordered_blocks)")
+    if by_pool is not None:
+        for other, theirs in by_pool.values():
+            other.free_blocks(theirs)
+
+
+def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pairs of ids as a new list of pairs of ints. Raise InvalidTypeError for what is not a pair."""
+    checked: list[tuple[int, int]] = []
+    for position, pair in enumerate(as_list("pairs", pairs)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            refuse_type(f"pairs[{position}]", pair, "a pair of int")
+        checked.append((as_int(f"pairs[{position}]", pair[0]), as_int(f"pairs[{position}]", pair[1])))
+    return checked
 
 
 def raise_not_queued(block: KVCacheBlock) -> NoReturn:

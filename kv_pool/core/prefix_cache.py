@@ -6,11 +6,12 @@ number of secondary ones (in `cached_block_hashes_by_block`), each of which find
 
 import gc
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 from weakref import ref
 
 from mypy_extensions import i32, i64, mypyc_attr
 
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import (
     GROUP_0,
@@ -27,8 +28,19 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
 from kv_pool.core.mode import COMPILED
 from kv_pool.core.observer import BlockObserver, ColderTiers
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.errors import (
+    CorruptedPoolError,
+    InvalidArgumentError,
+    InvalidBlockError,
+    InvalidTypeError,
+)
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
+
+# What `_recover` has to do: `PrefixCache._recover` and `BlockPoolCore._recover`.
+NOTHING: Final = 0
+UNDO_CACHING: Final = 1
+EVICTING: Final = 2
+MOVING_KEYS: Final = 3
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -68,6 +80,13 @@ class PrefixCache:
         # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
         self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
         self._kv_event_queue: list[KVCacheEvent] = []
+        # Keys that are not in the map any more and have no event yet; empty unless a call was interrupted.
+        self._unannounced: list[BlockHashWithGroupId] = []
+        # What `_recover` does for a call that was interrupted, and with what.
+        self._unfinished: i64 = NOTHING
+        self._unfinished_blocks: list[KVCacheBlock] = []
+        self._unfinished_hashes: list[BlockHash] = []
+        self._unfinished_suffix: bytes = b""
         self._owner: Any = ref(self)
         for block in blocks:
             block._owner = self._owner
@@ -79,6 +98,9 @@ class PrefixCache:
         # that guess is cheaper than the map for compiled code, and dearer for interpreted code.
         self._last_found: KVCacheBlock = self.blocks[0]
         self._num_guessable: i32 = len(blocks) if COMPILED else 0
+        self._is_map_sure: bool = True
+        self._moved_keys: list[BlockHashWithGroupId] = []
+        self._moved_num_tokens: int | None = None
 
     @property
     def kv_event_queue(self) -> list[KVCacheEvent]:
@@ -93,9 +115,30 @@ class PrefixCache:
         """Hand over the events since the last call, oldest first; the list is the caller's to change."""
         if not self.enable_kv_cache_events:
             return []
+        if self._unfinished != NOTHING:
+            self._recover()
+        if self._unannounced:
+            announce_removed(self)
         events = self.kv_event_queue
         self.kv_event_queue = []
         return events
+
+    def _recover(self) -> None:
+        """Finish or undo what an interrupted call left; may itself be interrupted and called again."""
+        if self._unfinished == UNDO_CACHING:
+            cache = self.cached_block_hash_to_block
+            remove_added_keys(self, self._unfinished_blocks, self._unfinished_hashes, self._unfinished_suffix)
+            if self._is_map_sure:
+                cache._num_keys = len(cache._cache)
+        elif self._unfinished == EVICTING:
+            for block in self._unfinished_blocks:
+                evict(self, block)
+        elif self._unfinished == MOVING_KEYS:
+            source, target = self._unfinished_blocks
+            drop_keys(self, source, self._moved_keys)
+            for key in self._moved_keys:
+                self._insert_block_hash(key, target, self._moved_num_tokens)
+        self._unfinished = NOTHING
 
     def store_pending(self) -> None:
         """Let colder tiers copy out what blocks held that were taken anew, before others write to them.
@@ -114,30 +157,39 @@ class PrefixCache:
         looks; `touch()` what you mean to keep. O(number of groups).
         Contract: vLLM 0.33 `BlockPool.get_cached_block`.
         """
-        cache = self.cached_block_hash_to_block
-        entries: dict[Any, Any] = cache._cache
-        if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
-            # Blocks are looked up one by one, head first: likely for what was cached after the last one.
-            next_id = self._last_found._next_cached_id
-            if 0 < next_id < self._num_guessable:
-                guess = self.blocks[next_id]
-                suffix = group_suffix(kv_cache_group_ids[0])
-                if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
-                    self._last_found = guess
-                    return [guess]
-        found: list[KVCacheBlock] = []
-        for group_id in kv_cache_group_ids:
-            # An entry is all but always a block, and a call saved is felt here.
-            key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
-            block = entries.get(key)
-            if not isinstance(block, KVCacheBlock):
-                block = cache.get_one_block(BlockHashWithGroupId(key))
-                if block is None:
-                    return None
-            found.append(block)
-        if found:
-            self._last_found = found[0]
-        return found
+        if not isinstance(block_hash, bytes):
+            refuse_type("block_hash", block_hash, "bytes")
+        try:
+            cache = self.cached_block_hash_to_block
+            entries: dict[Any, Any] = cache._cache
+            if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
+                # Blocks are looked up one by one, head first: likely for what was cached after the last one.
+                next_id = self._last_found._next_cached_id
+                if 0 < next_id < self._num_guessable:
+                    guess = self.blocks[next_id]
+                    suffix = group_suffix(kv_cache_group_ids[0])
+                    if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                        self._last_found = guess
+                        return [guess]
+            found: list[KVCacheBlock] = []
+            for group_id in kv_cache_group_ids:
+                # An entry is all but always a block, and a call saved is felt here.
+                key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
+                block = entries.get(key)
+                if not isinstance(block, KVCacheBlock):
+                    block = cache.get_one_block(BlockHashWithGroupId(key))
+                    if block is None:
+                        return None
+                found.append(block)
+            if found:
+                self._last_found = found[0]
+            return found
+        except TypeError:
+            group_ids = as_ints("kv_cache_group_ids", kv_cache_group_ids)
+            unchecked: Any = kv_cache_group_ids
+            if all(isinstance(group_id, int) for group_id in unchecked):
+                raise
+            return self.get_cached_block(block_hash, group_ids)  # they were NumPy's integers
 
     def find_cached_prefix(
         self,
@@ -154,6 +206,10 @@ class PrefixCache:
         Stops at the first miss. Only looks. One call for what `get_cached_block` needs one call per block:
         O(blocks found + 1).
         """
+        if not isinstance(max_num_blocks, int):
+            max_num_blocks = as_int("max_num_blocks", max_num_blocks)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
         suffix = group_suffix(kv_cache_group_id)
         found: list[KVCacheBlock] = []
         if max_num_blocks <= 0:
@@ -162,25 +218,29 @@ class PrefixCache:
         blocks = self.blocks
         num_guessable = self._num_guessable if cache._num_keys == len(cache._cache) else 0
         next_id = 0
-        for block_hash in block_hashes[:max_num_blocks]:
-            if 0 < next_id < num_guessable:
-                guess = blocks[next_id]
-                if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
-                    found.append(guess)
-                    next_id = guess._next_cached_id
-                    continue
-            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
-            if block is None:
-                break
-            found.append(block)
-            next_id = block._next_cached_id
+        try:
+            for block_hash in block_hashes[:max_num_blocks]:
+                if 0 < next_id < num_guessable:
+                    guess = blocks[next_id]
+                    if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                        found.append(guess)
+                        next_id = guess._next_cached_id
+                        continue
+                block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
+                if block is None:
+                    break
+                found.append(block)
+                next_id = block._next_cached_id
+        except TypeError:
+            as_list_of("block_hashes", block_hashes, bytes)
+            raise
         return found
 
     def list_keys(self, blocks: Sequence[KVCacheBlock]) -> list[BlockHashWithGroupId]:
         """All keys of these blocks, of each the primary one first. Only looks. O(keys)."""
         secondary = self.cached_block_hashes_by_block
         keys: list[BlockHashWithGroupId] = []
-        for block in blocks:
+        for block in as_list_of("blocks", blocks, KVCacheBlock):
             if block._block_hash is not None:
                 keys.append(cast(BlockHashWithGroupId, block._block_hash))
                 if secondary:
@@ -222,10 +282,24 @@ class PrefixCache:
                 nothing has changed.
         Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
         """
+        if not isinstance(num_cached_blocks, int):
+            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        if not isinstance(num_full_blocks, int):
+            num_full_blocks = as_int("num_full_blocks", num_full_blocks)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
         if num_cached_blocks >= num_full_blocks:
             return
+        if not isinstance(blocks, (list, tuple)):
+            blocks = as_list("blocks", blocks)
+        if block_mask is not None and not isinstance(block_mask, (list, tuple)):
+            block_mask = as_list("block_mask", block_mask)
+        if self._unfinished != NOTHING:
+            self._recover()
         suffix = group_suffix(kv_cache_group_id)
-        range_blocks: list[KVCacheBlock] = as_list(blocks[num_cached_blocks:num_full_blocks])
+        range_blocks: list[KVCacheBlock] = as_list("blocks", blocks[num_cached_blocks:num_full_blocks])
         num_blocks = num_full_blocks - num_cached_blocks
         if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
             raise InvalidArgumentError(
@@ -268,8 +342,7 @@ class PrefixCache:
             ]
 
         # Built before anything changes, since it reads the request; appended after the removals.
-        event: KVCacheEvent | None = None
-        dense_events: list[KVCacheEvent] | None = None
+        new_events: list[KVCacheEvent] | None = None
         if self.enable_kv_cache_events:
             parent: BlockHash | None = None
             if num_cached_blocks:
@@ -282,17 +355,29 @@ class PrefixCache:
                 ]
             start = num_cached_blocks * block_size
             if num_skipped and self.dense_events:
-                dense_events = self._make_dense(
+                new_events = self._make_dense(
                     request, stored, hashes, parent, start, block_size, kv_cache_group_id
                 )
             else:
-                event = self._make_stored(request, stored, parent, start, block_size, kv_cache_group_id)
+                new_events = [
+                    self._make_stored(request, stored, parent, start, block_size, kv_cache_group_id)
+                ]
         before = blocks[num_cached_blocks - 1] if num_cached_blocks else self.blocks[0]
-        add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
-        if event is not None:
-            self.kv_event_queue.append(event)
-        elif dense_events is not None:
-            self.kv_event_queue.extend(dense_events)
+        cache = self.cached_block_hash_to_block
+        is_sure = cache._num_keys == len(cache._cache)
+        try:
+            add_keys(self, before, range_blocks, hashes, suffix, num_cached_blocks * block_size, block_size)
+            if new_events is not None:
+                events = self.kv_event_queue
+                events += new_events
+        except BaseException:
+            self._is_map_sure = is_sure
+            self._unfinished_blocks = range_blocks
+            self._unfinished_hashes = hashes
+            self._unfinished_suffix = suffix
+            self._unfinished = UNDO_CACHING
+            self._recover()
+            raise
         if self.colder_tiers is not None:
             self.colder_tiers.on_blocks_cached(
                 request, range_blocks, hashes, num_cached_blocks, block_size, kv_cache_group_id
@@ -305,14 +390,14 @@ class PrefixCache:
             raise InvalidArgumentError(
                 f"block_size {block_size} is not a multiple of hash_block_size {self.hash_block_size}"
             )
-        fine = request.block_hashes
+        fine = read_hashes(request)
         if len(fine) < end * stride:
             raise InvalidArgumentError(
                 f"request has {len(fine)} block hashes of {self.hash_block_size} tokens; caching its first "
                 f"{end} blocks of {block_size} tokens needs {end * stride}"
             )
         if stride == 1:
-            return as_list(fine[first:end])
+            return as_list("block_hashes", fine[first:end])
         # A fine hash covers everything before it, so the last one in a block identifies the block.
         return [fine[(index + 1) * stride - 1] for index in range(first, end)]
 
@@ -328,6 +413,12 @@ class PrefixCache:
         One `BlockStored` from the start of the sequence, every block counted; none with events off or for 0
         blocks. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
         """
+        if not isinstance(num_cached_blocks, int):
+            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
         if not self.enable_kv_cache_events or num_cached_blocks <= 0:
             return
         hashes: list[BlockHash | None] = [*self._hashes_of(request, 0, num_cached_blocks, block_size)]
@@ -364,8 +455,20 @@ class PrefixCache:
             InvalidBlockError: the block is free, or another pool's. In both cases nothing has changed.
         Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
         """
+        if not isinstance(block, KVCacheBlock):
+            refuse_type("block", block, "KVCacheBlock")
+        if not isinstance(num_tokens, int):
+            num_tokens = as_int("num_tokens", num_tokens)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(replace_existing_hashes, bool):
+            refuse_type("replace_existing_hashes", replace_existing_hashes, "bool")
         if block.is_null:
             return None
+        if self._unfinished != NOTHING:
+            self._recover()
         if block._owner is not self._owner:
             check_ours(block, self._owner, "cache_partial_block()")
         if block.ref_cnt <= 0 and block._owner is not None:
@@ -374,7 +477,7 @@ class PrefixCache:
         if block_size < 1 or block_size % unit:
             raise InvalidArgumentError(f"block_size {block_size} is not a multiple of hash_block_size {unit}")
         num_units = num_tokens // unit
-        num_hashed = len(request.block_hashes)
+        num_hashed = len(read_hashes(request))
         if num_tokens % unit or num_units < 1 or num_units > num_hashed:
             raise InvalidArgumentError(
                 f"num_tokens is {num_tokens}; a partial entry covers a multiple of {unit} tokens, here "
@@ -398,9 +501,17 @@ class PrefixCache:
             )
         if replace_existing_hashes or (covered is not None and covered < num_tokens):
             evict(self, block)
-        self._insert_block_hash(key, block, num_tokens)
-        if event is not None:
-            self.kv_event_queue.append(event)
+        if event is None:
+            self._insert_block_hash(key, block, num_tokens)
+            return key
+        events = self.kv_event_queue
+        new_events = [event]
+        try:
+            self._insert_block_hash(key, block, num_tokens)
+            events += new_events
+        except MemoryError:
+            evict(self, block)  # the key may be there without its event
+            raise
         return key
 
     def _insert_block_hash(
@@ -417,11 +528,7 @@ class PrefixCache:
         key = block_hash_with_group_id
         if block._block_hash == key or self.cached_block_hash_to_block.contain(key, block.block_id):
             return
-        if block._block_hash is None:
-            block.set_block_hash(key, num_tokens)
-        else:
-            self.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
-        self.cached_block_hash_to_block.insert(key, block)
+        insert_key(self, key, block, num_tokens)
 
     def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
         """Let `dst_block`, a copy of `src_block`, be found under all its keys; `src_block` is bare then.
@@ -432,6 +539,10 @@ class PrefixCache:
                 changed.
         Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
         """
+        if not isinstance(src_block, KVCacheBlock):
+            refuse_type("src_block", src_block, "KVCacheBlock")
+        if not isinstance(dst_block, KVCacheBlock):
+            refuse_type("dst_block", dst_block, "KVCacheBlock")
         if src_block._owner is not self._owner:
             check_ours(src_block, self._owner, "move_block_hashes()")
         if dst_block._owner is not self._owner:
@@ -445,10 +556,18 @@ class PrefixCache:
                 f"of block {src_block.block_id}"
             )
         num_tokens = src_block.block_hash_num_tokens
-        keys = drop_keys(self, src_block)
-        self.num_evictions += len(keys)
-        for key in keys:
-            self._insert_block_hash(key, dst_block, num_tokens)
+        keys: list[BlockHashWithGroupId] = []
+        try:
+            drop_keys(self, src_block, keys)
+            for key in keys:
+                self._insert_block_hash(key, dst_block, num_tokens)
+        except BaseException:
+            self._moved_keys = keys
+            self._moved_num_tokens = num_tokens
+            self._unfinished_blocks = [src_block, dst_block]
+            self._unfinished = MOVING_KEYS
+            self._recover()
+            raise
 
     def _make_dense(
         self,
@@ -542,6 +661,9 @@ class PrefixCache:
 
 
 # Functions, since a compiled method that subclasses may override is looked up by name at each call.
+#
+# A signal handler may raise wherever plain Python calls something or jumps back, and any allocation may fail.
+# What has to change together is therefore a stretch of assignments without calls, after all allocations.
 def add_keys(
     pool: PrefixCache,
     before: KVCacheBlock,
@@ -556,48 +678,83 @@ def add_keys(
     Args:
         before: the block before the first one in the sequence, or the null block.
         num_tokens: how many tokens come before the first block.
+    Raises:
+        Whatever interrupts it; `remove_added_keys` undoes what was done.
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     owner = pool._owner
     num_added = 0
     num_keys = len(entries)
+    try:
+        for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+            num_tokens += block_size
+            if block.is_null:
+                continue
+            if block._block_hash is not None:
+                evict(pool, block)
+                num_keys = len(entries)
+            key = BlockHashWithGroupId(block_hash + suffix)
+            if entries.setdefault(key, block) is block and len(entries) > num_keys:
+                num_keys += 1
+                num_added += 1
+                block._next_cached_id = 0
+            elif cache.contain(key, block.block_id):
+                continue
+            else:
+                cache.insert(key, block)
+            block._block_hash = key
+            block._num_hash_tokens = num_tokens
+            if block._retention_id > 0:
+                block._retention_id = -block._retention_id
+            if block._owner is owner:
+                if before._next_cached_id >= 0:
+                    before._next_cached_id = block.block_id
+                before = block
+    finally:
+        cache._num_keys += num_added
+
+
+def remove_added_keys(
+    pool: PrefixCache, blocks: list[KVCacheBlock], hashes: list[BlockHash], suffix: bytes
+) -> None:
+    """Undo an interrupted `add_keys`: take these keys off the blocks and out of the map. No event.
+
+    May itself be interrupted and called again. What a block was evicted from before stays lost.
+    """
+    entries = pool.cached_block_hash_to_block._cache
     for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
-        num_tokens += block_size
         if block.is_null:
             continue
-        if block._block_hash is not None:
-            evict(pool, block)
-            num_keys = len(entries)
         key = BlockHashWithGroupId(block_hash + suffix)
-        if entries.setdefault(key, block) is block and len(entries) > num_keys:
-            num_keys += 1
-            num_added += 1
-            block._next_cached_id = 0
-        elif cache.contain(key, block.block_id):
+        if block._block_hash == key:
+            drop_keys(pool, block, None)
             continue
-        else:
-            cache.insert(key, block)
-        block._block_hash = key
-        block._num_hash_tokens = num_tokens
-        if block._retention_id > 0:
-            block._retention_id = -block._retention_id
-        if block._owner is owner:
-            if before._next_cached_id >= 0:
-                before._next_cached_id = block.block_id
-            before = block
-    cache._num_keys += num_added
+        # The map may know the block under a key that the block did not get any more.
+        found = entries.get(key)
+        if found is block:
+            block._next_cached_id = -1
+            del entries[key]
+        elif isinstance(found, dict) and found.get(block.block_id) is block:
+            del found[block.block_id]
 
 
 def evict(pool: PrefixCache, block: KVCacheBlock) -> bool:
-    """Drop the block's keys; for each that the prefix map knew, a count and an event. True if any."""
-    keys = drop_keys(pool, block)
-    if not keys:
-        return False
-    pool.num_evictions += len(keys)
-    if pool.enable_kv_cache_events:
-        announce_removed(pool, keys)
-    return True
+    """Drop the block's keys; for each that the prefix map knew, a count and an event. True if any.
+
+    Raises:
+        Whatever interrupts it: the keys that are dropped by then are counted and announced.
+    """
+    num_before = pool.num_evictions
+    if not pool.enable_kv_cache_events:
+        drop_keys(pool, block, None)
+    elif block._block_hash is not None or pool.cached_block_hashes_by_block:
+        try:
+            drop_keys(pool, block, pool._unannounced)
+        finally:
+            if pool._unannounced:
+                announce_removed(pool)
+    return pool.num_evictions > num_before
 
 
 def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
@@ -607,33 +764,39 @@ def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
     # Only what the map's own counts and flags vouch for is deleted without a look at the entry first.
     is_sure = cache._num_keys == len(entries) and not pool.cached_block_hashes_by_block
     announces = pool.enable_kv_cache_events
-    keys: list[BlockHashWithGroupId] = []
+    keys = pool._unannounced
     num_deleted = 0
-    for block in blocks:
-        if is_sure and block._next_cached_id >= 0:
-            key = cast(BlockHashWithGroupId, block._block_hash)
-            block._block_hash = None
-            block._num_hash_tokens = -1
-            block._next_cached_id = -1
-            try:
-                del entries[key]
-            except KeyError:  # edited by hand after all
-                continue
-            num_deleted += 1
-            if announces:
-                keys.append(key)
-        elif block._block_hash is not None or pool.cached_block_hashes_by_block:
-            dropped = drop_keys(pool, block)
-            pool.num_evictions += len(dropped)
-            keys.extend(dropped)
-    cache._num_keys -= num_deleted
-    pool.num_evictions += num_deleted
-    if announces and keys:
-        announce_removed(pool, keys)
+    block = pool.blocks[0]
+    try:
+        for block in blocks:
+            if is_sure and block._next_cached_id >= 0:
+                key = cast(BlockHashWithGroupId, block._block_hash)
+                if announces:
+                    keys.append(key)
+                block._block_hash = None
+                block._num_hash_tokens = -1
+                block._next_cached_id = -1
+                try:
+                    del entries[key]
+                except KeyError:  # edited by hand after all
+                    if announces:
+                        del keys[-1]
+                    continue
+                num_deleted += 1
+            elif block._block_hash is not None or pool.cached_block_hashes_by_block:
+                drop_keys(pool, block, keys if announces else None)
+    finally:
+        if keys and block._block_hash is keys[-1]:  # interrupted before it was dropped
+            del keys[-1]
+        cache._num_keys -= num_deleted
+        pool.num_evictions += num_deleted
+        if keys:
+            announce_removed(pool)
 
 
-def announce_removed(pool: PrefixCache, keys: list[BlockHashWithGroupId]) -> None:
-    """One `BlockRemoved` for each key."""
+def announce_removed(pool: PrefixCache) -> None:
+    """Append one `BlockRemoved` for each key in `_unannounced`, and empty that."""
+    keys = pool._unannounced
     events = pool.kv_event_queue
     medium = pool.medium
     make_removed = pool._removed_type
@@ -644,64 +807,161 @@ def announce_removed(pool: PrefixCache, keys: list[BlockHashWithGroupId]) -> Non
     )
     suffix = keys[0][-4:]
     group_id = get_group_id(keys[0])
+    made: list[Any] = []
     for key, block_hash in zip(keys, hashes):  # noqa: B905 (mypyc makes a loop of this only)
         if not key.endswith(suffix):
             suffix = key[-4:]
             group_id = get_group_id(key)
-        events.append(make_removed([block_hash], medium, group_id))
+        made.append(make_removed([block_hash], medium, group_id))
+    nothing: list[BlockHashWithGroupId] = []
+    events += made
+    pool._unannounced = nothing
 
 
-def drop_keys(pool: PrefixCache, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
-    """Take all keys off the block, primary first; those that the prefix map knew."""
-    dropped: list[BlockHashWithGroupId] = []
-    key = cast(BlockHashWithGroupId | None, block._block_hash)
+def drop_keys(pool: PrefixCache, block: KVCacheBlock, dropped: list[BlockHashWithGroupId] | None) -> None:
+    """Take all keys off the block, primary first, and count those that the prefix map knew.
+
+    Args:
+        dropped: gets those keys; None for nothing.
+
+    Key by key: whatever interrupts it, each key is either dropped in all places, or still there.
+    """
     cache = pool.cached_block_hash_to_block
-    if key is not None:
-        block.reset_hash()
-        if cache.pop(key, block.block_id) is not None:
-            dropped.append(key)
-    if pool.cached_block_hashes_by_block:
-        secondary = pool.cached_block_hashes_by_block.pop(block.block_id, None)
-        if secondary is not None:
-            for key in secondary:
-                if cache.pop(key, block.block_id) is not None:
-                    dropped.append(key)
-    return dropped
-
-
-def rekey(pool: PrefixCache, moved: list[KVCacheBlock], pairs: Sequence[tuple[int, int]]) -> None:
-    """After the ids of these pairs of blocks were exchanged: put right what is kept under the old ones."""
+    entries = cache._cache
     secondary = pool.cached_block_hashes_by_block
-    if secondary:
-        for first_id, second_id in pairs:
-            keys_of_first = secondary.pop(first_id, None)
-            keys_of_second = secondary.pop(second_id, None)
-            if keys_of_first is not None:
-                secondary[second_id] = keys_of_first
-            if keys_of_second is not None:
-                secondary[first_id] = keys_of_second
+    while True:
+        others: dict[BlockHashWithGroupId, None] | None = None
+        following: BlockHashWithGroupId | None = None
+        block_id: int = block.block_id
+        if secondary:
+            others = secondary.get(block_id)
+            if others is not None:
+                following = next(iter(others), None)
+        key = cast(BlockHashWithGroupId | None, block._block_hash)
+        if key is None and others is None:
+            return
+        found: Any = None if key is None else entries.get(key)
+        copies: dict[int, KVCacheBlock] | None = None
+        is_known = False
+        if isinstance(found, KVCacheBlock):
+            is_known = found.block_id == block.block_id
+        elif isinstance(found, dict):
+            is_known = block.block_id in found
+            if is_known and len(found) > 1:
+                copies = found
+        elif found is not None:
+            raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
+        if is_known and key is not None:
+            if dropped is not None:
+                dropped += [key]
+            if copies is None:
+                del entries[key]
+                cache._num_keys -= 1
+            else:
+                del copies[block.block_id]
+            pool.num_evictions += 1
+        # The next key becomes the primary one, and is dropped then.
+        block._block_hash = following
+        block._num_hash_tokens = -1
+        block._next_cached_id = -1
+        if others is not None:
+            if following is not None:
+                del others[following]
+            if not others:
+                del secondary[block.block_id]
+
+
+def insert_key(
+    pool: PrefixCache, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+) -> None:
+    """Let the prefix map find the block by a key that it does not have yet, its first or a secondary one."""
+    cache = pool.cached_block_hash_to_block
+    entries = cache._cache
+    secondary = pool.cached_block_hashes_by_block
+    block_id = block.block_id
+    is_primary = block._block_hash is None
+    if is_primary and block._num_hash_tokens >= 0:
+        raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
+    others = secondary.get(block_id)
+    only_other: dict[BlockHashWithGroupId, None] = {key: None}
+    found: Any = entries.get(key)
+    copies: dict[int, KVCacheBlock] | None = None
+    if isinstance(found, KVCacheBlock):
+        copies = {found.block_id: found, block_id: block}
+    elif found is not None and not isinstance(found, dict):
+        raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
+    try:
+        if not is_primary:
+            if others is None:
+                secondary[block_id] = only_other
+            else:
+                others[key] = None
+        if copies is not None:
+            entries[key] = copies
+            found._next_cached_id = -1
+            block._next_cached_id = -1
+        elif found is not None:
+            found[block_id] = block
+            block._next_cached_id = -1
+        else:
+            entries[key] = block
+            cache._num_keys += 1
+    except MemoryError:
+        if not is_primary:
+            if others is None:
+                del secondary[block_id]
+            else:
+                del others[key]
+        raise
+    if is_primary:
+        block._block_hash = key
+        block._num_hash_tokens = -1 if num_tokens is None else num_tokens
+        block._next_cached_id = -1
+        if block._retention_id > 0:
+            block._retention_id = -block._retention_id
+
+
+def plan_rekeying(
+    pool: PrefixCache, moved: list[KVCacheBlock], new_ids: dict[int, int]
+) -> tuple[
+    dict[int, dict[BlockHashWithGroupId, None]] | None,
+    list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]],
+]:
+    """What is kept under the ids of these blocks, as it has to be when they have their new ids. Only looks.
+
+    Returns:
+        Secondary keys by block id, None where there are none; and the entries of the prefix map that are
+        keyed by block id, in order: the oldest copy is the one that is found.
+    """
+    secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
+    if pool.cached_block_hashes_by_block:
+        secondary = {
+            new_ids.get(block_id, block_id): keys
+            for block_id, keys in pool.cached_block_hashes_by_block.items()
+        }
     entries = pool.cached_block_hash_to_block._cache
-    done: set[bytes] = set()
+    changed: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
     for block in moved:
-        if block._block_hash is None or (block._next_cached_id >= 0 and not secondary):
+        if block._block_hash is None or (block._next_cached_id >= 0 and secondary is None):
             continue
         keys: list[Any] = [block._block_hash]
-        if secondary:
-            keys.extend(secondary.get(block.block_id, ()))
+        if secondary is not None:
+            keys.extend(pool.cached_block_hashes_by_block.get(block.block_id, ()))
         for key in keys:
             copies = entries.get(key)
-            if isinstance(copies, dict) and key not in done:
-                done.add(key)
-                # In place and in order: the oldest copy is the one that is found.
-                in_order = list(copies.values())
-                copies.clear()
-                for copy in in_order:
-                    copies[copy.block_id] = copy
+            if isinstance(copies, dict) and key not in changed:
+                changed[key] = {new_ids.get(copy.block_id, copy.block_id): copy for copy in copies.values()}
+    return secondary, list(changed.items())
 
 
-def as_list(sequence: Sequence[Any]) -> list[Any]:
-    """The sequence itself if it is a list, or a list of its elements."""
-    return sequence if isinstance(sequence, list) else list(sequence)
+def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
+    """Return `request.block_hashes`. Raise InvalidTypeError for what is not a request."""
+    unchecked: Any = request
+    try:
+        hashes: Sequence[BlockHash] = unchecked.block_hashes
+    except AttributeError:
+        refuse_type("request", request, "a request")
+    return hashes
 
 
 def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
@@ -712,8 +972,10 @@ def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
         )
 
 
-def raise_typed(error: Exception, listed: Sequence[object], call: str) -> None:
+def raise_typed(error: BaseException, listed: Sequence[object], call: str) -> None:
     """Raise `error`, or an InvalidTypeError where it came from an element that is not a block."""
+    if not isinstance(error, Exception):
+        raise error
     for position, element in enumerate(listed):
         if not isinstance(element, KVCacheBlock):
             raise InvalidTypeError(

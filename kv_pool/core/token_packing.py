@@ -29,6 +29,12 @@ def pack_fixed(token_ids: TokenIds, block_size: int) -> list[bytes]:
     return [packed[start : start + step] for start in range(0, len(packed) - step + 1, step)]
 
 
+def check_token_ids(token_ids: TokenIds) -> list[int]:
+    """Return the token ids as a list of ints. Raises: as `pack_fixed`."""
+    checked: list[int] = _to_words(token_ids).tolist()
+    return checked
+
+
 def pack_cbor(token_ids: TokenIds, block_size: int) -> list[bytes]:
     """Each full block's tokens as a canonical CBOR array of integers (RFC 7049 section 3.9).
 

@@ -10,6 +10,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.endpoints import check_endpoint, offset_endpoint
+from kv_pool.regular_files import open_regular
 
 SPEC_KINDS = (
     "full_attention",
@@ -61,6 +62,12 @@ class PublisherConfig:
         buffer_steps: batches kept for replay.
         hwm: batches that ZeroMQ keeps per subscriber that is behind; it drops what comes after, unnoticed
             until the subscriber sees the gap.
+        max_readers: connections to both sockets together; those beyond are closed at once, and counted.
+        max_unread_bytes: what ZeroMQ may hold of live batches for all subscribers together, to 1 MiB. When it
+            is more, the connection with most bytes unsent is closed, and counted. The same again for replies
+            on the replay socket: what goes beyond waits until readers have read.
+        slow_reader_s: the connection of a reader that leaves its replay unread for this long is closed, and
+            counted; a second longer for each MB it was sent.
         max_queue_size: batches between the pool's thread and the publisher's.
         topic: what subscribers filter by. llm-d needs `kv@<pod id>@<model>`.
         data_parallel_rank: goes into every batch, and is added to the ports.
@@ -94,6 +101,9 @@ class PublisherConfig:
     bind: bool | None = None
     buffer_steps: int = 10_000
     hwm: int = 100_000
+    max_readers: int = 256
+    max_unread_bytes: int = 128 * 2**20
+    slow_reader_s: float = 10.0
     max_queue_size: int = 100_000
     topic: str = ""
     data_parallel_rank: int = 0
@@ -116,6 +126,8 @@ class PublisherConfig:
         _check_choice("when_full", self.when_full, ("drop_oldest", "drop_newest"))
         if self.heartbeat_s is not None and not self.heartbeat_s > 0:
             raise InvalidArgumentError(f"heartbeat_s is {self.heartbeat_s}; it is above 0, or None for none")
+        if not 0 < self.slow_reader_s < float("inf"):
+            raise InvalidArgumentError(f"slow_reader_s is {self.slow_reader_s}; it is above 0, and finite")
         if not 0 <= self.linger_s < float("inf"):
             raise InvalidArgumentError(f"linger_s is {self.linger_s}; it is 0 or more, and finite")
         check_endpoint(self.endpoint)
@@ -180,10 +192,10 @@ class PublisherConfig:
             InvalidArgumentError: no such table, no TOML, or as `from_mapping`; the message names the file.
             OSError: the file can not be read.
         """
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             try:
                 found: Any = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidArgumentError(f"{path}: not TOML: {error}") from error
         for name in table.split("."):
             if not isinstance(found, dict) or name not in found:
@@ -214,6 +226,8 @@ class PublisherConfig:
 _LEAST = {
     "buffer_steps": 1,
     "hwm": 1,  # ZeroMQ's 0 would be no bound at all
+    "max_readers": 1,
+    "max_unread_bytes": 1,
     "max_queue_size": 1,
     "data_parallel_rank": 0,
 }

@@ -10,7 +10,7 @@ from kv_pool.errors import PublisherClosedError
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """What a publisher has done so far; all but the last two only grow.
+    """What a publisher has done so far; all but the last three only grow.
 
     Attributes:
         num_batches_sent, num_events_sent, num_bytes_sent: live; bytes of payloads.
@@ -21,6 +21,10 @@ class PublisherStatistics:
         num_snapshots: of those, the ones that got a snapshot.
         num_replays_abandoned: not answered, or not to the end, since the reader was gone or did not read.
         num_malformed_requests: on the replay socket, ignored.
+        num_readers_dropped: connections closed since their readers did not read: live beyond
+            `max_unread_bytes`, replays for `slow_reader_s`.
+        num_readers_refused: connections closed since `max_readers` were open.
+        num_readers: connections now, to both sockets.
         num_queued: batches that wait for the publisher's thread now.
         last_sequence: of the latest batch, sent or failed; None before the first one.
     """
@@ -37,6 +41,9 @@ class PublisherStatistics:
     num_snapshots: int = 0
     num_replays_abandoned: int = 0
     num_malformed_requests: int = 0
+    num_readers_dropped: int = 0
+    num_readers_refused: int = 0
+    num_readers: int = 0
     num_queued: int = 0
     last_sequence: int | None = None
 

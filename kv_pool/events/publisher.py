@@ -14,10 +14,12 @@ from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positi
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
 from kv_pool.events.event_publisher import PublisherStatistics
+from kv_pool.events.live_backlog import LiveBacklog
+from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.resident_state import ResidentState
-from kv_pool.events.sequence_frames import make_live_frames
+from kv_pool.events.sequence_frames import pack_sequence
 from kv_pool.events.sockets import PublisherSockets
 
 _logger = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class ZMQEventPublisher:
         self._num_events_failed = 0
 
         self._sockets = PublisherSockets(config)
+        self._backlog = LiveBacklog(self._sockets, config.max_unread_bytes)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
@@ -108,10 +111,10 @@ class ZMQEventPublisher:
             self._replay_server = ReplayServer(
                 self._sockets.context,
                 self._sockets.replay,
+                self._sockets.connections,
                 self._buffer,
                 state,
-                self._topic,
-                config.data_parallel_rank,
+                config,
                 self._encode,
                 clock,
             )
@@ -125,6 +128,7 @@ class ZMQEventPublisher:
             )
         self._thread = threading.Thread(target=self._run, name="kv_pool event publisher", daemon=True)
         self._thread.start()
+        self._sockets.connections.start()
 
     # ---- the pool's thread ---------------------------------------------------------------------------
 
@@ -168,7 +172,7 @@ class ZMQEventPublisher:
     def _count_dropped(self, events: list[KVCacheEvent]) -> None:
         self._num_batches_dropped += 1
         self._num_events_dropped += _count(events)
-        if _is_power_of_two(self._num_batches_dropped):
+        if is_worth_logging(self._num_batches_dropped):
             _logger.warning(
                 "%d batches of events dropped so far, %d wait to be sent; a larger max_queue_size holds more",
                 self._num_batches_dropped,
@@ -194,6 +198,9 @@ class ZMQEventPublisher:
             num_snapshots=server.num_snapshots if server else 0,
             num_replays_abandoned=server.num_abandoned if server else 0,
             num_malformed_requests=server.num_malformed if server else 0,
+            num_readers_dropped=self._backlog.num_dropped + (server.num_readers_dropped if server else 0),
+            num_readers_refused=self._sockets.connections.num_refused,
+            num_readers=len(self._sockets.connections),
             num_queued=self._queue.qsize(),
             last_sequence=last_sequence if last_sequence >= self._first_sequence else None,
         )
@@ -228,13 +235,17 @@ class ZMQEventPublisher:
     # ---- the publisher's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        heartbeat_s = self.config.heartbeat_s
+        heartbeat_s = self.config.heartbeat_s or float("inf")
         sent_s = time.monotonic()
         while True:
+            left_s = max(0.0, sent_s + heartbeat_s - time.monotonic())
+            wait_s = min(left_s, self._backlog.look_again_s)
             try:
-                wait_s = None if heartbeat_s is None else max(0.0, sent_s + heartbeat_s - time.monotonic())
-                published = self._queue.get(timeout=wait_s)
+                published = self._queue.get(timeout=wait_s if wait_s < float("inf") else None)
             except Empty:
+                self._backlog.free()
+                if wait_s < left_s:
+                    continue
                 self._skip_to(self._find_next_number())
                 self._handle(self._clock(), [])
                 sent_s = time.monotonic()
@@ -251,6 +262,7 @@ class ZMQEventPublisher:
             sent_s = time.monotonic()
         if self._replay_server is not None:
             self._replay_server.stop()
+        self._sockets.connections.stop()
         self._sockets.live.close()
 
     def _find_next_number(self) -> int:
@@ -281,7 +293,7 @@ class ZMQEventPublisher:
                 self._buffer.leave_hole(sequence)
             self._num_batches_failed += 1
             self._num_events_failed += _count(events)
-            if _is_power_of_two(self._num_batches_failed):
+            if is_worth_logging(self._num_batches_failed):
                 _logger.exception("%d batches of events could not be sent so far", self._num_batches_failed)
 
     def _apply(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
@@ -320,10 +332,10 @@ class ZMQEventPublisher:
     def _send(self, ts: float, events: list[KVCacheEvent], sequence: int) -> None:
         """Encode, keep for replay, send. Raises what the encoder raises; nothing was sent then."""
         payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
-        frames = make_live_frames(self._topic, sequence, payload)
-        # Kept first: who has seen a batch live can ask for it.
+        packed_sequence = pack_sequence(sequence)
+        # Kept first: a reader that has seen a batch live can ask for it.
         self._buffer.append(sequence, payload)
-        self._sockets.live.send_multipart(frames)
+        self._backlog.send(self._topic, packed_sequence, payload)
         self._num_batches_sent += 1
         self._num_events_sent += len(events)
         self._num_bytes_sent += len(payload)
@@ -333,8 +345,3 @@ class ZMQEventPublisher:
 def _count(events: Any) -> int:
     """How many events there are; what is no list, and not to be published, counts as one."""
     return len(events) if isinstance(events, list) else 1
-
-
-def _is_power_of_two(number: int) -> bool:
-    """For what may happen a million times: log it the 1st, 2nd, 4th, 8th time."""
-    return number & (number - 1) == 0

@@ -39,17 +39,16 @@ class ReplayBuffer:
         with self._lock:
             self.last_sequence = sequence
 
-    def list_from(self, start: int) -> list[SentBatch]:
-        """The batches from `start` on that are still here, in order. O(batches kept); no bytes copied."""
+    def list_from(self, start: int, limit: int) -> list[SentBatch]:
+        """The first `limit` batches from `start` on that are still here, in order. No bytes are copied."""
         with self._lock:
-            batches = list(self._batches)
-        return batches[bisect_left(batches, start, key=itemgetter(0)) :]
+            first = bisect_left(self._batches, start, key=itemgetter(0))
+            return [self._batches[index] for index in range(first, min(first + limit, len(self._batches)))]
 
     def has_all_from(self, start: int) -> bool:
         """Would `list_from` begin with `start` itself? True, too, when `start` has yet to come."""
         with self._lock:
             if start > self.last_sequence:
                 return True
-            batches = list(self._batches)
-        index = bisect_left(batches, start, key=itemgetter(0))
-        return index < len(batches) and batches[index][0] == start
+            index = bisect_left(self._batches, start, key=itemgetter(0))
+            return index < len(self._batches) and self._batches[index][0] == start

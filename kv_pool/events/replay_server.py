@@ -2,21 +2,51 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import KVEventBatch
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.live_backlog import FRAMES_BYTES, return_free_memory
+from kv_pool.events.pace import Pace
+from kv_pool.events.rare_warnings import is_worth_logging
+from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.replay_buffer import ReplayBuffer, SentBatch
+from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS, ReplayReader, Reply, UnreadReply
 from kv_pool.events.resident_state import ResidentState
-from kv_pool.events.sequence_frames import make_end_frames, make_replay_frames, unpack_sequence
+from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.snapshot_batch import encode_in_pieces
+from kv_pool.events.sockets import REPLAY_HWM
 from kv_pool.events.zmq_module import zmq
 
+MAX_FILLED = 200_000
+"""Numbers that a snapshot and the empty batches behind it fill at most."""
+
+MAX_ANSWERS = 32
+"""Readers that are served at a time; others wait."""
+
+REQUESTS_AT_ONCE = 16
+"""Requests that are taken between two rounds of replies."""
+
+TRACKED_BYTES = 2**16
+"""Of longer replies it is known when they were read."""
+
 LOOK_AGAIN_MS = 20
-"""Until the next look whether a reader has read its snapshot; ZeroMQ tells with some delay."""
+"""Until the next look whether readers have read, since ZeroMQ does not report all of that."""
+
+TRIM_BYTES = 2**20
+"""When this much was sent, memory is given back afterwards."""
+
+NUM_TRIMS = 3
+"""Looks after which it is; ZeroMQ frees what it held for a reader a moment after the connection ended."""
+
+END_POSITION = 3
+"""Of the end marker's frame that is not empty, behind the identity."""
 
 COPY_BYTES = 1024
 """What is shorter is copied into ZeroMQ rather than shared with it."""
@@ -32,34 +62,41 @@ class ReplayServer:
     still in the buffer           the batches from there to the newest, end
     yet to come                   end
     gone, or a hole, no state     whatever is left after it, end
-    gone, or a hole, with state   one batch, number n: clear, everything resident; then n + 1 to newest, end
+    gone, or a hole, with state   a snapshot (a clear, everything resident) under the wanted number, empty
+                                  batches up to the last one that is in it, the batches after it, end
+    the same, and more than       a snapshot under the number of the last batch that is in it, the batches
+    MAX_FILLED numbers to fill    after it, end
     ```
 
-    A reader that does not read holds up nobody, and costs a bounded amount of memory: sending never waits;
-    what the socket has no room for is not sent; a second snapshot is sent when the first has been read.
+    With a state an answer has no gap behind its first batch: Dynamo's indexer would apply what stands behind
+    a gap without asking for what is missing, and strict readers refuse it. Where the buffer does not continue
+    the answer, a snapshot does; where one was sent already the answer ends, and the reader asks again at the
+    gap that it sees live.
 
-    When more batches than the buffer holds pass while a snapshot is taken, the answer ends with it: what
-    comes live goes on from there, or shows a gap, and the reader asks again. A gap inside the answer would be
-    for good: Dynamo's indexer applies what stands behind it, and does not ask for what is missing.
+    Readers that do not read cost a bounded amount of memory, all together. `MAX_ANSWERS` of them are served
+    at a time; ZeroMQ holds `REPLAY_HWM` replies for each, and of long ones an equal share of
+    `max_unread_bytes`; a reply is made when there is room for it. A reader that reads nothing for
+    `slow_reader_s` is disconnected, and its memory goes back to the system.
 
     Args:
         socket: a ROUTER, used and in the end closed by the server's thread.
+        connections: those of the socket.
         encode: of the batches in snapshots.
         clock: for their time, seconds since the epoch.
 
     Attributes:
-        num_replays, num_snapshots, num_abandoned, num_malformed, num_events_failed: as in
-            `PublisherStatistics`.
+        num_replays, num_snapshots, num_abandoned, num_malformed, num_events_failed, num_readers_dropped: as
+            in `PublisherStatistics`.
     """
 
     def __init__(
         self,
         context: "zmq.Context[Any]",
         socket: "zmq.SyncSocket",
+        connections: ReaderConnections,
         buffer: ReplayBuffer,
         state: ResidentState | None,
-        topic: bytes,
-        rank: int,
+        config: PublisherConfig,
         encode: Callable[[KVEventBatch], bytes],
         clock: Callable[[], float],
     ) -> None:
@@ -68,16 +105,19 @@ class ReplayServer:
         self.num_abandoned = 0
         self.num_malformed = 0
         self.num_events_failed = 0
+        self.num_readers_dropped = 0
         self._socket = socket
+        self._connections = connections
         self._buffer = buffer
         self._state = state
-        self._topic = topic
-        self._rank = rank
+        self._config = config
+        self._topic = config.topic.encode()
         self._encode = encode
         self._clock = clock
+        self._readers: dict[bytes, ReplayReader] = {}
         self._snapshot: SentBatch | None = None
-        self._unread_snapshots: dict[bytes, zmq.MessageTracker] = {}
-        self._deferred: dict[bytes, int] = {}
+        self._num_bytes_sent = 0
+        self._num_trims_due = 0
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
         # The thread waits for sockets, so it is woken by one.
@@ -92,9 +132,9 @@ class ReplayServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the batch it is sending, or the piece of a snapshot; its socket is closed."""
+        """End the thread after the reply it is sending, or the piece of a snapshot; its socket is closed."""
         self._is_stopping = True
-        # Nobody is there any more if the thread has seen it by now; to wait for one would be for ever.
+        # Nothing receives this if the thread has ended by now; a blocking send would wait for ever.
         with suppress(zmq.Again):
             self._wake_sender.send(b"", zmq.DONTWAIT)
         self._thread.join()
@@ -103,106 +143,232 @@ class ReplayServer:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        # The descriptor becomes readable, too, when a reader has made room for replies.
+        poller.register(self._socket.FD, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
         try:
             while not self._is_stopping:
-                poller.poll(LOOK_AGAIN_MS if self._deferred else None)
-                self._answer_requests()
+                poller.poll(LOOK_AGAIN_MS if self._readers or self._num_trims_due else None)
+                is_busy = True
+                while is_busy and not self._is_stopping:
+                    is_busy = self._receive_requests() | self._serve_readers()
+                self._drop_slow_readers()
+                self._clean_up()
         except zmq.ContextTerminated:
             _logger.warning("the ZeroMQ context was terminated before the publisher was closed")
         self._wake_receiver.close(linger=0)
         self._socket.close()
 
-    def _answer_requests(self) -> None:
-        """Answer those that are there. Readers that come together, after a restart, share one snapshot."""
-        deferred, self._deferred = self._deferred, {}
-        for identity, start in deferred.items():
-            self._try_to_answer(identity, start)
-        while not self._is_stopping:
+    def _clean_up(self) -> None:
+        """Give memory back, when no reader is served."""
+        if self._readers:
+            return
+        self._snapshot = None
+        if self._num_bytes_sent >= TRIM_BYTES:
+            self._num_trims_due = NUM_TRIMS
+            self._num_bytes_sent = 0
+        elif self._num_trims_due:
+            self._num_trims_due -= 1
+            self._socket.getsockopt(zmq.EVENTS)  # what closed connections left is freed by this call
+            return_free_memory()
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    def _receive_requests(self) -> bool:
+        """Take some of the requests that are there; False if there was none."""
+        for num_received in range(REQUESTS_AT_ONCE):
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                break
+                return num_received > 0
             try:
-                if len(frames) != 3 or frames[1]:
+                if len(frames) != 3 or len(frames[1]):
                     raise EventStreamError(
                         f"a replay request has {len(frames)} frames, not identity, empty, start"
                     )
-                start = unpack_sequence(frames[2])
+                start = unpack_sequence(frames[2].bytes)
             except EventStreamError as error:
                 self.num_malformed += 1
                 _logger.debug("a malformed request was ignored: %s", error)
                 continue
-            self._try_to_answer(frames[0], start)
-        self._snapshot = None
+            self._note_request(frames[0].bytes, _find_descriptor(frames[2]), start)
+        return True
 
-    def _try_to_answer(self, identity: bytes, start: int) -> None:
-        try:
-            self._answer(identity, start)
-        except zmq.ZMQError as error:
-            self.num_abandoned += 1
-            _logger.warning("a reader did not get all of a replay: it is gone, or does not read: %s", error)
-        except Exception:
-            # Whatever goes wrong for one reader, the others are served.
-            self.num_abandoned += 1
-            _logger.exception("a replay request was not answered")
-
-    def _answer(self, identity: bytes, start: int) -> None:
-        """Send an answer, end marker included. Raises ZMQError if the reader is gone, or full."""
-        snapshot = None
-        # Listed before it is looked at: batches go from the buffer meanwhile.
-        batches = self._buffer.list_from(start)
-        is_there = batches[0][0] == start if batches else start > self._buffer.last_sequence
-        if self._state is not None and not is_there:
-            if self._has_unread_snapshot(identity):
-                self._defer(identity, start)
+    def _note_request(self, identity: bytes, descriptor: int, start: int) -> None:
+        reader = self._readers.get(identity)
+        if reader is None:
+            if len(self._readers) >= self._config.max_readers:
+                self._abandon(f"{len(self._readers)} readers wait for replays")
                 return
-            snapshot = self._take_snapshot(self._state)
-        if snapshot is not None:
-            sequence, payload = snapshot
-            frames = make_replay_frames(identity, self._topic, sequence, payload)
-            # Not copied, so that readers share it, and ZeroMQ says when it has let go of it.
-            tracker = self._send(frames, is_shared=True)
-            if tracker is not None:
-                self._unread_snapshots[identity] = tracker
-            batches = self._buffer.list_from(sequence + 1)
-            if batches and batches[0][0] != sequence + 1:
-                batches = []
-            self.num_snapshots += 1
-        for sequence, payload in batches:
-            frames = make_replay_frames(identity, self._topic, sequence, payload)
-            self._send(frames)
-        self._send(make_end_frames(identity))
-        self.num_replays += 1
+            reader = self._readers[identity] = ReplayReader(identity, descriptor, time.monotonic())
+        if len(reader.starts) >= MAX_WAITING_REQUESTS:
+            self._abandon("a reader asks again and again without reading")
+            return
+        reader.starts.append(start)
 
-    def _send(self, frames: list[bytes], is_shared: bool = False) -> "zmq.MessageTracker | None":
-        """Send if there is room now. A shared message can be tracked: done when ZeroMQ has let go of it."""
+    def _abandon(self, reason: str) -> None:
+        self.num_abandoned += 1
+        if is_worth_logging(self.num_abandoned):
+            _logger.warning("%d replays were left out or cut short so far: %s", self.num_abandoned, reason)
+
+    # ---- replies -------------------------------------------------------------------------------------
+
+    def _serve_readers(self) -> bool:
+        """Send what there is room for, a few replies to each reader; False if there was none."""
+        is_busy = False
+        now = time.monotonic()
+        for reader in list(islice(self._readers.values(), MAX_ANSWERS)):
+            if self._is_stopping:
+                break
+            reader.note_progress(now)
+            try:
+                is_busy |= self._serve(reader, now)
+            except zmq.ZMQError as error:
+                self._abandon(f"the reader is gone: {error}")
+                del self._readers[reader.identity]
+            except Exception:
+                # Whatever goes wrong for one reader, the others are served.
+                _logger.exception("a replay request was not answered")
+                self._abandon("it failed")
+                del self._readers[reader.identity]
+            else:
+                if reader.is_done:
+                    del self._readers[reader.identity]
+        return is_busy
+
+    def _serve(self, reader: ReplayReader, now: float) -> bool:
+        """Send a few replies. Raises ZMQError if the reader is gone."""
+        if reader.answer is None and reader.starts:
+            if not reader.unread:
+                reader.progress_s = now
+            reader.answer = self._iter_answer(reader, reader.starts.popleft())
+        for num_sent in range(REPLAY_HWM):
+            if reader.next_reply is None and reader.answer is not None:
+                reader.next_reply = next(reader.answer)
+            if reader.next_reply is None or not self._try_to_send(reader, reader.next_reply, now):
+                return num_sent > 0
+            reader.next_reply = None
+        return True
+
+    def _try_to_send(self, reader: ReplayReader, reply: Reply, now: float) -> bool:
+        """Send if there is room for this reply; False if not."""
+        num_bytes = len(reply.payload)
+        if reply.is_tracked and not reply.is_end:
+            num_unread = reader.count_unread()
+            if num_unread and num_unread + num_bytes > self._config.max_unread_bytes // MAX_ANSWERS:
+                return False
+        frames: list[Any] = [reader.identity, *reply.frames]
+        tracker = None
+        if reply.is_tracked:
+            # Shared with ZeroMQ, even a short one, so that it reports when it has let go of it.
+            position = END_POSITION if reply.is_end else -1
+            frames[position] = zmq.Frame(frames[position], track=True, copy=False)
+            tracker = frames[position].tracker
         try:
-            return self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not is_shared, track=is_shared)
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not reply.is_tracked)
         except zmq.Again:
-            # ZeroMQ looks about once a millisecond how much has been read; when asked for events, at once.
-            self._socket.getsockopt(zmq.EVENTS)
-            return self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not is_shared, track=is_shared)
+            return False
+        reader.progress_s = now
+        self._num_bytes_sent += num_bytes + FRAMES_BYTES
+        if reply.is_tracked:
+            reader.unread.append(UnreadReply(reply, tracker))
+        self.num_snapshots += reply.is_snapshot
+        if reply.is_end:
+            self.num_replays += 1
+            reader.answer = None
+        return True
 
-    def _defer(self, identity: bytes, start: int) -> None:
-        if identity in self._deferred:
-            self.num_abandoned += 1
-            _logger.warning("a reader asks for snapshots and does not read them; this request is left out")
-        else:
-            self._deferred[identity] = start
+    def _drop_slow_readers(self) -> None:
+        """Close the connections of readers that do not read; ZeroMQ then frees what it held for them."""
+        now = time.monotonic()
+        for reader in list(self._readers.values()):
+            reader.note_progress(now)
+            if not reader.is_served or now < reader.find_deadline(self._config.slow_reader_s):
+                continue
+            self._connections.cut(reader.descriptor)
+            del self._readers[reader.identity]
+            self._num_trims_due = NUM_TRIMS
+            self.num_readers_dropped += 1
+            self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s and was disconnected")
 
-    def _take_snapshot(self, state: ResidentState) -> SentBatch | None:
+    # ---- answers -------------------------------------------------------------------------------------
+
+    def _iter_answer(self, reader: ReplayReader, start: int) -> Iterator[Reply | None]:
+        """The replies to one request, each made when there is room for it; None while that has to wait."""
+        number, last = start, self._buffer.last_sequence
+        state = self._state
+        leaves_gaps = state is None
+        while number <= last:
+            batches = self._buffer.list_from(number, REPLAY_HWM)
+            if batches and batches[0][0] == number:
+                for sequence, payload in batches:
+                    if sequence != number or sequence > last:
+                        break
+                    yield self._make_reply(sequence, payload)
+                    number += 1
+            elif state is not None:
+                while self._must_wait_for_snapshot(reader):
+                    yield None
+                snapshot = self._take_snapshot(state, number)
+                state = None  # one for each answer
+                if snapshot is None:
+                    leaves_gaps = True
+                    continue
+                end = max(number, snapshot[0])
+                first = number if end - number < MAX_FILLED else end
+                yield self._make_reply(first, snapshot[1], is_snapshot=True)
+                yield from self._iter_empty(first + 1, end)
+                number, last = end + 1, max(last, self._buffer.last_sequence)
+            elif batches and leaves_gaps:
+                number = batches[0][0]
+            else:
+                break
+        yield Reply([b"", b"", END_OF_REPLAY, b""], is_tracked=True, is_end=True)
+
+    def _make_reply(self, sequence: int, payload: bytes, is_snapshot: bool = False) -> Reply:
+        frames = [b"", self._topic, pack_sequence(sequence), payload]
+        return Reply(frames, is_snapshot or len(payload) >= TRACKED_BYTES, is_snapshot)
+
+    def _iter_empty(self, first: int, last: int) -> Iterator[Reply]:
+        """Batches without events under these numbers, for readers that want each number."""
+        payload = self._encode(KVEventBatch(self._clock(), [], self._config.data_parallel_rank))
+        pace = Pace()
+        for sequence in range(first, last + 1):
+            pace.step()
+            yield self._make_reply(sequence, payload)
+
+    # ---- snapshots -----------------------------------------------------------------------------------
+
+    def _must_wait_for_snapshot(self, reader: ReplayReader) -> bool:
+        """True while the reader has one that it has not read, or others have too many of those."""
+        if any(unread.reply.is_snapshot for unread in reader.unread):
+            return True
+        payloads = {
+            id(unread.reply.payload): unread.reply.payload
+            for one in self._readers.values()
+            for unread in one.unread
+            if unread.reply.is_snapshot
+        }
+        if sum(map(len, payloads.values())) < self._config.max_unread_bytes:
+            return False
+        reader.progress_s = time.monotonic()  # not to be blamed on this reader
+        return True
+
+    def _take_snapshot(self, state: ResidentState, number: int) -> SentBatch | None:
         """One batch with all that is resident; the one before if the stream goes on from there, too.
 
         None if the state cannot tell: readers get what the buffer has then.
         """
-        if self._snapshot is None or not self._buffer.has_all_from(self._snapshot[0] + 1):
+        snapshot = self._snapshot
+        if snapshot is None or snapshot[0] < number or not self._buffer.has_all_from(snapshot[0] + 1):
             self._snapshot = None
             ts = self._clock()
             try:
                 sequence, chunks = state.iter_snapshot()
                 chunks = self._until_stopping(chunks)
-                payload, num_left_out = encode_in_pieces(ts, chunks, self._rank, self._encode)
+                payload, num_left_out = encode_in_pieces(
+                    ts, chunks, self._config.data_parallel_rank, self._encode
+                )
             except Exception:
                 _logger.exception("no snapshot could be taken")
                 return None
@@ -216,10 +382,10 @@ class ReplayServer:
                 raise EventStreamError("the publisher was closed while a snapshot was taken")
             yield chunk
 
-    def _has_unread_snapshot(self, identity: bytes) -> bool:
-        """Has ZeroMQ yet to get rid of the last snapshot for this reader?"""
-        # Readers come and go, under a new identity each time: forget those who have read theirs.
-        for reader, tracker in list(self._unread_snapshots.items()):
-            if tracker.done:
-                del self._unread_snapshots[reader]
-        return identity in self._unread_snapshots
+
+def _find_descriptor(frame: "zmq.Frame") -> int:
+    """Return the descriptor of the connection that a frame came over; -1 if it came over none."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

@@ -34,18 +34,3 @@ def unpack_sequence(frame: bytes) -> int:
         raise EventStreamError(f"a sequence frame has {len(frame)} bytes; it is {_SEQUENCE.size} big-endian")
     number: int = _SEQUENCE.unpack(frame)[0]
     return number
-
-
-def make_live_frames(topic: bytes, sequence: int, payload: bytes) -> list[bytes]:
-    """What a PUB socket sends for a batch."""
-    return [topic, pack_sequence(sequence), payload]
-
-
-def make_replay_frames(identity: bytes, topic: bytes, sequence: int, payload: bytes) -> list[bytes]:
-    """What a ROUTER socket sends for a replayed batch."""
-    return [identity, b"", topic, pack_sequence(sequence), payload]
-
-
-def make_end_frames(identity: bytes) -> list[bytes]:
-    """What a ROUTER socket sends after the last replayed batch."""
-    return [identity, b"", b"", END_OF_REPLAY, b""]

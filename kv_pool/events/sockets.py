@@ -6,6 +6,7 @@ from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_key_pair
 from kv_pool.events.endpoints import is_ipv6, should_bind
+from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.zmq_module import zmq
 
 if TYPE_CHECKING:
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 
 MAX_RECEIVED_BYTES = 4096
 """Of one frame from outside, which is a subscription or a number; a peer that sends more is cut off."""
+
+REPLAY_HWM = 16
+"""Replies that ZeroMQ holds for one reader; the replay server has the rest sent when these are read."""
+
+MAX_HELD_REQUESTS = 64
+"""Requests that ZeroMQ holds of one reader."""
+
+HANDSHAKE_MS = 10_000
+"""After this a connection that has not said what it is, or has no key, is closed."""
 
 
 class PublisherSockets:
@@ -23,6 +33,7 @@ class PublisherSockets:
 
     Attributes:
         context, live, replay: the sockets and theirs; `replay` may be None.
+        connections: those of the sockets; not started.
         endpoint, replay_endpoint: with the real port in place of 0.
 
     Raises:
@@ -37,6 +48,7 @@ class PublisherSockets:
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._opened: list[zmq.SyncSocket] = []
+        self.connections = ReaderConnections(config.max_readers)
         try:
             self._keys = (
                 None
@@ -52,14 +64,13 @@ class PublisherSockets:
             self.replay: zmq.SyncSocket | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                # A whole answer is a snapshot, the buffer and an end marker. ZeroMQ notices what was read
-                # half a mark late, so one has room when the reader has read the one before.
-                hwm = 2 * (config.buffer_steps + 2)
-                self.replay = self._open(zmq.ROUTER, endpoints, config.linger_s, hwm)
+                self.replay = self._open(zmq.ROUTER, endpoints, config.linger_s, REPLAY_HWM)
+                self.replay.setsockopt(zmq.RCVHWM, MAX_HELD_REQUESTS)
                 # Without this what a reader has no room for is lost in silence, the end marker included.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = self._attach(self.replay, replay_endpoint, binds=True)
         except BaseException:
+            self.connections.stop()
             for socket in self._opened:
                 socket.close(linger=0)
             self.end()
@@ -79,6 +90,7 @@ class PublisherSockets:
         socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
         socket.setsockopt(zmq.SNDHWM, hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, any(map(is_ipv6, endpoints)))
         if self._keys is not None:
             public_key, secret_key = self._keys
@@ -89,8 +101,10 @@ class PublisherSockets:
 
     def _attach(self, socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
         """Bind or connect; the endpoint as others can reach it."""
+        self.connections.watch(socket)
         try:
             if not binds:
+                self.connections.add_address(endpoint)
                 socket.connect(endpoint)
                 return endpoint
             socket.bind(endpoint)
@@ -102,7 +116,9 @@ class PublisherSockets:
                 else "a publisher binds an address of this machine and connects to one of another"
             )
             raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
-        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self.connections.add_address(bound)
+        return bound
 
 
 def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":

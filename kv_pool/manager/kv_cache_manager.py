@@ -6,7 +6,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
@@ -120,7 +120,7 @@ class KVCacheManager:
         self._needs: SlotNeeds = SlotNeeds(
             self._groups, self.max_model_len, self.max_in_flight_tokens, self.copies, retention
         )
-        self._run_pool: RunBlockPool | None = block_pool if isinstance(block_pool, RunBlockPool) else None
+        self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self.retention: BlockRetention | None = retention
         if retention is not None:
             if retention.block_pool is not block_pool:
@@ -547,13 +547,13 @@ class KVCacheManager:
     def pop_tables(self, request_id: str) -> list[BlockTable]:
         """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
 
+        Copies into some of them may still be pending; `copies.check_made` tells, before their bytes are read.
+
         Raises:
-            InvalidArgumentError: the request has no blocks, or copies of some are still to be made.
+            InvalidArgumentError: the request has no blocks.
         """
         check_type("request_id", request_id, str)
         tables = self._tables_of(request_id)
-        for table in tables:
-            self.copies.check_made(request_id, table.blocks)
         del self._tables[request_id]
         return tables
 
@@ -593,6 +593,8 @@ class KVCacheManager:
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Give back blocks that are in no table, first to be reused first; a retention may keep some."""
         check_type("blocks", blocks, list)
+        if len(self.copies):
+            self.copies.drop(blocks)
         if self.retention is not None and self.retention.is_active:
             self.retention.free_blocks(blocks)
         else:

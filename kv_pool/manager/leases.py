@@ -8,6 +8,7 @@ from typing import NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, StaleLeaseError
@@ -46,7 +47,8 @@ class Lease:
         lease_id: never used again.
         blocks: what was lent, in the order of the call.
         deadline: a time of the leases' clock.
-        holder: whoever does the transfer, in words; for messages and lists.
+        holder: the transfer, in words; for messages and lists.
+        hold: keeps the blocks at their ids while the lease is active or quarantined.
     """
 
     leases: "BlockLeases"
@@ -55,6 +57,7 @@ class Lease:
     blocks: tuple[KVCacheBlock, ...]
     deadline: float
     holder: str
+    hold: Hold
     state: LeaseState = LeaseState.ACTIVE
 
     def give_back(self) -> None:
@@ -73,7 +76,7 @@ class Lease:
 
 
 class BlockLeases:
-    """The blocks of one pool that transfers read or write, each with a reference of its own.
+    """The blocks of one pool that transfers read or write: each has a reference more, and is held in place.
 
         >>> from kv_pool import BlockPool
         >>> from kv_pool.manager.leases import BlockLeases, LeaseKind
@@ -136,7 +139,7 @@ class BlockLeases:
         holder: str,
         kind: LeaseKind = LeaseKind.READ,
     ) -> Lease:
-        """Add a reference to each block until the lease is given back, or has run out.
+        """Add a reference to each block, and keep it at its id, until the lease is given back or has run out.
 
         Args:
             blocks: distinct ones of this pool. To read: cached or in use, free ones included. To write: in
@@ -164,7 +167,8 @@ class BlockLeases:
         if self._retention is not None:
             self._retention.note_taken(listed)
         self._last_id += 1
-        lease = Lease(self, self._last_id, kind, tuple(listed), deadline, holder)
+        hold = self.block_pool.hold(listed, f"lent to {holder} ({kind.value})")
+        lease = Lease(self, self._last_id, kind, tuple(listed), deadline, holder, hold)
         self._leases[lease.lease_id] = lease
         for block in listed:
             self._num_leases[block] = self._num_leases.get(block, 0) + 1
@@ -281,6 +285,7 @@ class BlockLeases:
             )
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
+        lease.hold.release()
         backwards: Sequence[KVCacheBlock] = lease.blocks[::-1]
         if self._retention is None:
             self.block_pool.free_blocks(backwards)

@@ -75,7 +75,7 @@ class Request:
         request_id: unique among the requests that hold blocks.
         prompt_token_ids: at least one token id, each in 0..2**64-1.
         hasher: its block size is the pool's `hash_block_size`.
-        lora_request, mm_features (by offset), cache_salt: part of the hashes, see `core/extra_keys.py`.
+        lora_request, mm_features, cache_salt: part of the hashes, see `core/extra_keys.py`.
         session_id: goes into events.
 
     Attributes:

@@ -14,6 +14,7 @@ import msgspec
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.holds import Hold
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -105,8 +106,8 @@ class ManagerSite(MigrationSite):
         self._describe_request = describe_request
         self._adopt_request = adopt_request
         self._release_request = release_request
-        # Requests that are being moved away, whose tables nobody may change meanwhile.
-        self._frozen: dict[str, list[BlockTable]] = {}
+        # Tables of requests that are being moved away, and the hold on their blocks.
+        self._frozen: dict[str, tuple[list[BlockTable], Hold]] = {}
         # Room for what is arriving, each with the request that it is for, None for a prefix or blocks.
         self._rooms: list[tuple[Room, str | None]] = []
 
@@ -127,7 +128,11 @@ class ManagerSite(MigrationSite):
     def freeze(self, subject: Subject) -> None:
         request_id = _get_request_id(subject)
         self._check_not_frozen(request_id)
-        self._frozen[request_id] = self.manager.pop_tables(request_id)
+        tables = self.manager.pop_tables(request_id)
+        blocks = [block for table in tables for block in table.blocks]
+        reason = f"in request {request_id!r}, which is being moved to another node"
+        hold = self.manager.block_pool.hold(blocks, reason)
+        self._frozen[request_id] = tables, hold
         self.manager.taken_out[request_id] = "it is being moved to another node"
 
     def thaw(self, subject: Subject) -> None:
@@ -188,7 +193,8 @@ class ManagerSite(MigrationSite):
         except BaseException:
             self._side.free_blocks(present[::-1])
             raise
-        room = Room([next(taken) if block is None else block for block in found], missing)
+        blocks = [next(taken) if block is None else block for block in found]
+        room = Room(blocks, missing, self.manager.block_pool.hold(blocks, "arriving from another node"))
         self._rooms.append((room, request_id))
         return room
 
@@ -238,7 +244,7 @@ class ManagerSite(MigrationSite):
         Leases have theirs beside these.
         """
         held = [block for room, _ in self._rooms for block in room.blocks]
-        for tables in self._frozen.values():
+        for tables, _ in self._frozen.values():
             held += [block for table in tables for block in table.blocks if not block.is_null]
         return held
 
@@ -351,7 +357,9 @@ class ManagerSite(MigrationSite):
     def _take_frozen(self, subject: Subject) -> tuple[str, list[BlockTable]]:
         request_id = _get_request_id(subject)
         self.manager.taken_out.pop(request_id, None)
-        return request_id, self._frozen.pop(request_id)
+        tables, hold = self._frozen.pop(request_id)
+        hold.release()
+        return request_id, tables
 
     def _check_not_frozen(self, request_id: str) -> None:
         if request_id in self._frozen:
@@ -375,6 +383,7 @@ class ManagerSite(MigrationSite):
         for index, (known, _) in enumerate(self._rooms):
             if known is room:
                 del self._rooms[index]
+                room.hold.release()
                 return
 
 

@@ -12,6 +12,7 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import KnownNode, NodeLocation
+from kv_pool.regular_files import open_regular
 
 _SHOWN_NAMES = 10
 
@@ -123,11 +124,11 @@ def read_peers(path: str | PathLike[str]) -> Peers:
         InvalidArgumentError: no such file, no TOML, or no such table in it; the message names the file.
     """
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             found = msgspec.convert(tomllib.load(file), _PeersFile)
     except OSError as error:
         raise InvalidArgumentError(f"{path}: can not read the peers: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise InvalidArgumentError(f"{path}: {error}") from error

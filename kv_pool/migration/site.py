@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.migration.subjects import Subject
 from kv_pool.storage.block_layout import BlockLayout
@@ -57,10 +58,12 @@ class Room:
 
     Attributes:
         missing: positions whose bytes have to be read. The others' content was here already.
+        hold: keeps the blocks at their ids until `adopt`, `leave` or `drop`.
     """
 
     blocks: list[KVCacheBlock]
-    missing: list[int] = field(default_factory=list)
+    missing: list[int]
+    hold: Hold
 
 
 class MigrationSite(ABC):
@@ -118,6 +121,8 @@ class MigrationSite(ABC):
     @abstractmethod
     def take_room(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Room:
         """Take a block for each that is offered; one whose content is here already is touched instead.
+
+        All of them are held in place, see `Room`.
 
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import (
+    InvalidContentError,
     MigrationCancelledError,
     MigrationError,
     MigrationInDoubtError,
@@ -34,6 +35,7 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
+from kv_pool.manager.invalid_blocks import evict_wrong_blocks
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -332,7 +334,7 @@ class Pull:
         try:
             self._call(message, Acknowledged)
         except Exception as error:
-            if self.is_move:
+            if self.is_move or isinstance(error, InvalidContentError):
                 if isinstance(error, StaleTransferError):
                     self._end_with_copy(error)
                 else:
@@ -375,17 +377,24 @@ class Pull:
         return self._site.leases.lend(room.blocks, deadline, holder, LeaseKind.READ)
 
     def _end_with_copy(self, error: Exception) -> None:
-        """The subject is not ours; what was inserted may be hit, and is right."""
+        """The subject is not ours; what was inserted may be hit, unless the source reports it wrong."""
         with self._ending:
             if not self.phase.is_ended:
                 self._leave(error)
 
     def _leave(self, error: Exception) -> None:
         with self._site.lock:
-            self._site.leave(self._get_room())
+            self._leave_room(self._get_room(), error)
             self.error = error
             self.room, self.phase = None, MigrationPhase.FAILED
         self._settings.on_change(self)
+
+    def _leave_room(self, room: Room, error: Exception) -> None:
+        """Drop our references; what was inserted stays cached, unless it is wrong. Locked."""
+        if isinstance(error, InvalidContentError):
+            wrong = [room.blocks[position].block_id for position in room.missing]
+            evict_wrong_blocks(self._site.leases.block_pool, wrong)
+        self._site.leave(room)
 
     def _stay_in_doubt(self, error: Exception) -> None:
         with self._ending:
@@ -407,7 +416,7 @@ class Pull:
         with self._site.lock:
             room, self.room = self.room, None
             if self._is_inserted and room is not None:
-                self._site.leave(room)
+                self._leave_room(room, error)
             elif room is not None:
                 if self.lease is not None and self._reader is not None and not self._reader.is_settled():
                     self._settings.on_unsettled(self.lease, self._reader)

@@ -14,6 +14,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.migration.messages import NodeDescription, NodeLocation
+from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 
 _DECAY = 0.8
@@ -236,12 +237,12 @@ def read_topology(path: str | PathLike[str]) -> Topology:
         InvalidArgumentError: no such file, no TOML, or no such table in it; the message names the file.
     """
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             found = msgspec.convert(tomllib.load(file), _TopologyFile)
         return Topology({Nearness(name): link for name, link in found.links.items()})
     except OSError as error:
         raise InvalidArgumentError(f"{path}: can not read the topology: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise InvalidArgumentError(f"{path}: {error}") from error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.replay.output_file import find_drawing_obstacle
 from kv_pool.replay.report import ReplayReport
 
 if TYPE_CHECKING:
@@ -13,12 +14,9 @@ if TYPE_CHECKING:
 
 def check_can_draw(path: str) -> None:
     """Raise TraceError if `draw_hit_rates` could not draw to `path`: better before a sweep than after."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise TraceError("drawing needs matplotlib: pip install 'kv_pool[lab]'") from error
-    if not Path(path).absolute().parent.is_dir():
-        raise TraceError(f"{path}: can not write the picture: no such folder")
+    obstacle = find_drawing_obstacle(path)
+    if obstacle is not None:
+        raise TraceError(f"{path}: can not write the picture: {obstacle}")
 
 
 def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:

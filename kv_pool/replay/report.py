@@ -147,6 +147,7 @@ class ReplayReport(msgspec.Struct):
         broken_lines: lines passed over; `first_broken` says what was wrong with the first.
         blocks_looked_up: full prompt blocks of all requests.
         blocks_hit, tokens_hit: found cached when a request was first admitted, on the device or in a tier.
+        tokens_out: generated tokens. The instant clock computes prompts only, so it has none.
         tiers: the colder tiers, from warm to cold, and what of these hits was theirs.
         evictions: blocks that lost their hash because they were handed out again.
         peak_blocks_in_use, mean_blocks_in_use: the mean is over time (trace clock) or requests.
@@ -199,9 +200,14 @@ class ReplayReport(msgspec.Struct):
     provenance: Provenance | None = None
 
 
+def encode_json(report: object) -> bytes:
+    """A report, or a list of them, as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2)
+
+
 def write_json(report: object, path: str) -> None:
     """Write a report (or a list of them) as indented JSON. Raises TraceError where the file can not be."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    text = encode_json(report)
     try:
         with open(path, "wb") as file:
             file.write(text + b"\n")

@@ -21,6 +21,7 @@ from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, take_provenance
+from kv_pool.replay.request_outcomes import OutcomeCallback, OutcomeNotes
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates, TraceClock
@@ -107,12 +108,14 @@ def run_replay(
     settings: ReplaySettings,
     on_progress: Callable[[Progress], None] | None = None,
     feed: EventFeed | None = None,
+    on_outcome: OutcomeCallback | None = None,
 ) -> ReplayReport:
     """Replay a trace through a fresh pool and manager.
 
     Args:
         on_progress: called about ten times a second.
         feed: gets the pool's events, after each request and at the end; None for a pool that tells none.
+        on_outcome: called with the outcome of each request when the request ends.
     Raises:
         TraceError: the trace can not be read.
         InvalidArgumentError: settings that can not be meant; a capacity in which no request fits.
@@ -157,6 +160,7 @@ def run_replay(
         ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
         keeper,
         tiers,
+        None if on_outcome is None else OutcomeNotes(on_outcome),
     )
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":

@@ -1,11 +1,18 @@
 """`run_sweep`: one trace at many capacities, of the pool and of a tier, in parallel processes."""
 
 import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from threading import Thread
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, KVPoolError, WorkerLostError
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.simulator import ReplaySettings, run_replay
 
@@ -27,6 +34,9 @@ def run_sweep(
     Raises:
         InvalidArgumentError: no capacities, or a setting that a replay refuses.
         TraceError: as `run_replay`.
+        WorkerLostError: a process ended before its replay did.
+
+    An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it leaves here.
     """
     if host_tiers is None:
         host_tiers = [settings.host_tier]
@@ -39,19 +49,127 @@ def run_sweep(
         raise InvalidArgumentError("a sweep needs at least one capacity")
     if num_processes < 1:
         raise InvalidArgumentError(f"num_processes is {num_processes}; a sweep needs at least 1")
-    # Spawned, not forked: a worker starts clean whatever threads the caller runs.
-    context = multiprocessing.get_context("spawn")
+    workers = _Workers()
+    try:
+        # In another thread: no signal handler interrupts it while it starts a worker.
+        with ThreadPoolExecutor(1) as starter:
+            starter.submit(workers.start, min(num_processes, len(points))).result()
+        return _share_out(points, workers.pipes, on_done)
+    finally:
+        workers.end()
+
+
+def _share_out(
+    points: Sequence[ReplaySettings],
+    idle: Sequence[Connection],
+    on_done: Callable[[ReplayReport], None] | None,
+) -> list[ReplayReport]:
+    """Send each worker one point at a time; return the reports in the order of `points`."""
     reports: dict[int, ReplayReport] = {}
-    workers = min(num_processes, len(points))
-    with ProcessPoolExecutor(workers, mp_context=context) as executor:
-        futures = {executor.submit(run_replay, point): index for index, point in enumerate(points)}
-        try:
-            for future in as_completed(futures):
-                report = future.result()
-                reports[futures[future]] = report
+    index_at: dict[Connection, int] = {}
+    unsent = iter(enumerate(points))
+    try:
+        for pipe in idle:
+            _send_next(unsent, pipe, index_at)
+        while index_at:
+            for ready in wait(list(index_at)):
+                assert isinstance(ready, Connection)
+                report = _receive_result(ready)
+                if isinstance(report, Exception):
+                    raise report
+                reports[index_at.pop(ready)] = report
                 if on_done is not None:
                     on_done(report)
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
+                _send_next(unsent, ready, index_at)
+    except _PipeClosedError as error:
+        raise WorkerLostError(
+            f"a process of the sweep ended after {len(reports)} of {len(points)} replays. Was it killed, or "
+            f"the machine out of memory? {len(idle)} replays ran at once; ask for fewer"
+        ) from error
     return [reports[index] for index in range(len(points))]
+
+
+class _PipeClosedError(Exception):
+    """The process at the other end has ended."""
+
+
+def _send_next(
+    unsent: Iterator[tuple[int, ReplaySettings]], pipe: Connection, index_at: dict[Connection, int]
+) -> None:
+    for index, point in unsent:
+        index_at[pipe] = index
+        try:
+            pipe.send(point)
+        except OSError as error:
+            raise _PipeClosedError from error
+        return
+
+
+def _receive_result(pipe: Connection) -> ReplayReport | Exception:
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except (EOFError, OSError) as error:
+        raise _PipeClosedError from error
+
+
+class _Workers:
+    """The processes of one sweep, each at the other end of a pipe. A closed pipe ends a process at once."""
+
+    def __init__(self) -> None:
+        # Spawned, not forked: a worker starts clean whatever threads the caller runs.
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self.pipes: list[Connection] = []
+
+    def start(self, num_processes: int) -> None:
+        """Start them with signals blocked in this thread for good; they inherit that."""
+        if hasattr(signal, "pthread_sigmask"):
+            resource_tracker.ensure_running()  # it unblocks signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, _list_signals())
+        for _ in range(num_processes):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self.pipes.append(ours)
+
+    def end(self) -> None:
+        """Kill them, replays under way included."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def _work(pipe: Connection) -> None:
+    """Replay the points that arrive, one after the other, and send back each report or exception."""
+    # Ctrl-C stays blocked: it is for the process of the sweep, which ends this one.
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
+    points: SimpleQueue[ReplaySettings] = SimpleQueue()
+    Thread(target=_receive, args=(pipe, points), daemon=True).start()
+    while True:
+        point = points.get()
+        try:
+            pipe.send(run_replay(point))
+        except Exception as error:
+            if not isinstance(error, KVPoolError):
+                error.add_note(traceback.format_exc())  # where it was raised, which pickling leaves out
+            pipe.send(error)
+
+
+def _receive(pipe: Connection, points: "SimpleQueue[ReplaySettings]") -> None:
+    """Pass on what arrives. End this process when the pipe closes: the sweep has ended, or was killed."""
+    while True:
+        try:
+            points.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _list_signals() -> set[signal.Signals]:
+    return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

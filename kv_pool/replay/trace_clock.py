@@ -218,8 +218,9 @@ class TraceClock:
         return min(request.num_output_left, block_size - request.num_tokens % block_size)
 
     def _end(self, request: ReplayRequest) -> None:
-        self.tally.end(request)
-        self.tally.count_wait(self._waited_ms.pop(request.request_id))
+        waited_ms = self._waited_ms.pop(request.request_id)
+        self.tally.count_wait(waited_ms)
+        self.tally.end(request, waited_ms, self._now_ms)
         del self._running[request.request_id]
         del self._admissions[request.request_id]
 
@@ -230,7 +231,7 @@ class TraceClock:
             self.tally.free(request)
             self._num_lost_tokens[request.request_id] = request.num_computed_tokens
             request.num_computed_tokens = 0
-        self.tally.report.preempted += 1
+        self.tally.count_preemption(request)
         self._preempted_ms = self._now_ms
         del self._running[request.request_id]
         self._admissions[request.request_id] = 0

@@ -26,8 +26,8 @@ class ReadBackPlan:
                  commit                            abort
         OPEN --> request holds blocks, findable    request has no blocks: look up again
 
-    While it is open the manager does not know the request, its device blocks are the plan's, and no tier
-    gives up what is to be read.
+    While it is open the manager does not know the request, its device blocks belong to the plan and keep
+    their ids, and no tier evicts what is to be read.
 
     Attributes:
         request_id: whose blocks they are.
@@ -72,6 +72,8 @@ class ReadBackPlan:
             for block in table.blocks
             if block.block_hash is not None and block not in read_into
         ]
+        reason = f"in an open plan to read tiers for request {self.request_id!r}"
+        self._hold = manager.block_pool.hold(self.list_blocks(), reason)
 
     @property
     def is_committed(self) -> bool:
@@ -161,6 +163,7 @@ class ReadBackPlan:
 
     def _close(self, state: PlanState) -> None:
         self._tiered_cache.release(self.keys)
+        self._hold.release()
         self.state = state
         self._on_close(self)
 

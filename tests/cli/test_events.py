@@ -112,6 +112,35 @@ def test_the_mirror_shows_what_is_held(publisher, tmp_path):
     assert publisher.endpoint in done.stdout
 
 
+@pytest.mark.parametrize(("options", "num_held"), [([], 2), (["--no-count-copies"], 1)])
+def test_the_mirror_counts_copies_unless_told_not_to(tmp_path, options, num_held):
+    """Without a state a publisher announces each copy; the table used to show too few, with no way out."""
+    config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    with ZMQEventPublisher(config) as publisher:
+        stores = [BlockStored([1, 2], None, [], 4, None, "GPU", None)] * 2
+        publisher.publish([*stores, BlockRemoved([1], "GPU")])
+        places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+        done = kv_pool_command("events", *places, "--mirror", "--limit", "1", *options, cwd=tmp_path)
+    assert f"{num_held} in group 0 GPU" in done.stdout, done.stderr
+
+
+HOSTILE = "[/x][red]\x1b]0;title\x07\x9b2J\u202e"
+
+
+@pytest.mark.parametrize("options", [[], ["--mirror"], ["--json"]])
+def test_strings_of_the_stream_do_not_reach_the_terminal_raw(publisher, tmp_path, options):
+    """A medium of `[/x]` used to end `--mirror` with a traceback, and escape sequences were obeyed."""
+    publisher.publish([BlockStored([1], None, [], 4, None, HOSTILE, HOSTILE)])
+    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+    done = kv_pool_command("events", *places, *options, "--limit", "1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    if options == ["--json"]:
+        assert json.loads(done.stdout)["medium"] == HOSTILE
+    else:
+        assert r"[/X][RED]\x1b]0;TITLE\x07\x9b2J\u202e" in done.stdout
+
+
 @pytest.mark.parametrize("options", [[], ["--curve-secret-key", "reader.key_secret"]])
 def test_an_encrypted_stream_is_printed_with_keys(tmp_path, options):
     """With the publisher's public key alone where everyone may read, or also with one's own."""

@@ -26,7 +26,7 @@ def test_the_map_is_printed_in_signs_where_there_is_no_terminal(pool, tmp_path):
     done = layout(tmp_path)
     assert done.returncode == 0, done.stderr
     assert " 0 0███▓P█==___▓:█..\n" in done.stdout
-    assert "P  in use and pinned                              1     6.2%\n" in done.stdout
+    assert "P  in use, held in place                          1     6.2%\n" in done.stdout
 
 
 def test_rows_are_as_wide_as_asked(pool, tmp_path):

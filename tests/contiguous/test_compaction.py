@@ -101,7 +101,7 @@ def test_a_move_that_may_not_be_moves_nothing(pairs, error, broken):
 def test_content_that_somebody_waits_for_is_never_a_target():
     pool, engine = make_engine("free: 1 | in use: 2 3")
     pool.unpin_blocks(blocks(pool, 2), print)
-    with pytest.raises(InvalidBlockError, match="C2: somebody waits for the reuse of block 2"):
+    with pytest.raises(InvalidBlockError, match="C2: block 2 has a reuse watcher"):
         apply_moves(pool, moves((3, 2)), engine.copy)
     apply_moves(pool, moves((2, 1)), engine.copy)
     assert list(pool.get_watched_ids()) == [1]

@@ -92,7 +92,7 @@ def test_a_pack_of_a_pool_without_cache_is_the_least_number_of_moves(seed):
     pool = make_random_pool(rng, rng.randrange(4, 10), cached_share=0)
     pinned = [block_id for block_id in range(1, pool.num_gpu_blocks) if rng.random() < 0.2]
     moves = plan_pack(pool, pinned=pinned)
-    check_moves(pool.blocks, moves, pinned, pool.get_watched_ids())
+    check_moves(pool, moves, pinned)
     used = set(in_use(pool)) - set(pinned)
     packed = (used - {move.source for move in moves}) | {move.target for move in moves}
     places = [block_id for block_id in range(1, pool.num_gpu_blocks) if block_id not in pinned]
@@ -168,7 +168,7 @@ def test_gathering_leaves_one_window_half_full_and_moves_less_than_a_pack(seed, 
     num_moved = 0
     while moves := plan_gather(pool, length, max_moves=max_moves):
         assert max_moves is None or len(moves) <= max_moves
-        check_moves(pool.blocks, moves, (), pool.get_watched_ids())
+        check_moves(pool, moves, ())
         pool.swap_block_ids(moves)
         num_moved += len(moves)
     # Besides one window, that of the null block may have room left.

@@ -111,7 +111,7 @@ def test_the_legend_counts_blocks():
     legend = list_legend(make_sixteen().get_layout())
     assert [(line.words, line.num_blocks, line.percent) for line in legend] == [
         ("in use", 7, "43.8%"),
-        ("in use and pinned", 1, "6.2%"),
+        ("in use, held in place", 1, "6.2%"),
         ("cached, in free runs of 3 or more", 2, "12.5%"),
         ("cached, in shorter free stretches", 1, "6.2%"),
         ("empty, in free runs of 3 or more", 3, "18.8%"),

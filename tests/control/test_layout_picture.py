@@ -80,7 +80,7 @@ def test_an_svg_says_how_many_blocks_are_what(tmp_path):
     start = texts.index("in use")
     assert texts[start:-3] == [
         *("in use", "7", "43.8%"),
-        *("in use and pinned", "1", "6.2%"),
+        *("in use, held in place", "1", "6.2%"),
         *("cached, in free runs of 3 or more", "2", "12.5%"),
         *("cached, in shorter free stretches", "1", "6.2%"),
         *("empty, in free runs of 3 or more", "3", "18.8%"),
@@ -141,5 +141,5 @@ def test_a_picture_that_can_not_be_written_is_an_error(tmp_path, name):
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DrawingError, match=r"pip install 'kv_pool\[lab\]'"):
+    with pytest.raises(DrawingError, match=r"pip install '\.\[lab\]'"):
         draw_layout(write_layout("0."), str(tmp_path / "map.png"))

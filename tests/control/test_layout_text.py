@@ -32,7 +32,7 @@ def test_without_colours_there_is_a_sign_for_everything():
         " 0 0███▓P█==___▓:█..\n"
         "\n"
         "█▓ in use                                         7    43.8%\n"
-        "P  in use and pinned                              1     6.2%\n"
+        "P  in use, held in place                          1     6.2%\n"
         "=  cached, in free runs of 3 or more              2    12.5%\n"
         ":  cached, in shorter free stretches              1     6.2%\n"
         "_  empty, in free runs of 3 or more               3    18.8%\n"

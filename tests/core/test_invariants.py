@@ -104,6 +104,11 @@ def keep_a_secondary_key_without_a_primary(pool):
     pool.cached_block_hashes_by_block[5] = {b"x": None}
 
 
+def free_a_held_block(pool):
+    pool.hold([pool.blocks[5]], "read by a test")
+    pool.free_blocks([pool.blocks[5]])
+
+
 def carry_an_unmapped_secondary_key(pool):
     pool.cached_block_hashes_by_block[1] = {b"x": None}
 
@@ -129,6 +134,7 @@ def carry_an_unmapped_secondary_key(pool):
         (forget_a_mapped_block, "P2"),
         (carry_an_unmapped_hash, "P2"),
         (keep_a_secondary_key_without_a_primary, "P6"),
+        (free_a_held_block, "P7"),
         (carry_an_unmapped_secondary_key, "P2"),
         (leave_an_empty_entry, "M1"),
         (map_under_a_wrong_id, "M1"),

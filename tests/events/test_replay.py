@@ -10,6 +10,7 @@ from events.stream_readers import Reader, Requester, numbers_of, removed, subscr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
 from kv_pool.events.batch import decode_batch
+from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
 from kv_pool.events.stream_state import StreamState
 
@@ -200,12 +201,13 @@ def test_a_reader_that_is_too_late_gets_what_is_resident_and_goes_on_from_there(
         for _ in range(11):
             subscriber.receive()
         with Requester(publisher.replay_endpoint) as requester:
-            ((sequence, snapshot),) = requester.ask(0)
-        assert sequence == first + 10
-        assert snapshot.events[0] == AllBlocksCleared()
-        assert resident_after([(sequence, snapshot)]) == set(range(1, 10))
+            answer = requester.ask(0)
+        assert [sequence for sequence, _ in answer] == list(range(first + 11))
+        assert answer[0][1].events[0] == AllBlocksCleared()
+        assert not any(batch.events for _, batch in answer[1:])
+        assert resident_after(answer) == set(range(1, 10))
         publisher.publish([stored(11, 9)])
-        assert subscriber.receive()[0] == sequence + 1
+        assert subscriber.receive()[0] == first + 11
     assert publisher.statistics().num_snapshots == 1
 
 
@@ -218,7 +220,7 @@ def test_a_reader_that_is_in_time_gets_a_replay_in_spite_of_a_state():
         requester.ask_until(0, 4)
         assert requester.ask_for_sequences(2) == [2, 3, 4]
         assert requester.ask_for_sequences(5) == []
-        assert requester.ask_for_sequences(1) == [4]
+        assert requester.ask_for_sequences(1) == [1, 2, 3, 4]  # the first is a snapshot
 
 
 def test_a_hole_is_filled_by_a_snapshot():
@@ -227,11 +229,11 @@ def test_a_hole_is_filled_by_a_snapshot():
         publisher.publish([stored(2), object()])
         publisher.publish([stored(3)])
         batches = requester.ask_until(0, 2)
-        assert [sequence for sequence, _ in batches] == [0, 2]
-        (snapshot,) = requester.ask(1)
-        assert snapshot[0] == 2
-        # What was in the lost batch is not known, so nothing from before it is believed any more.
-        assert resident_after([snapshot]) == {3}
+        assert [sequence for sequence, _ in batches] == [0, 1, 2]
+        answer = requester.ask(1)
+        assert [sequence for sequence, _ in answer] == [1, 2]
+        # What was in the lost batch is not known, so nothing from before it is kept.
+        assert resident_after(answer) == {3}
         assert resident_after(batches) == {3}
 
 
@@ -319,8 +321,8 @@ def test_an_answer_ends_with_a_snapshot_that_the_buffer_does_not_continue():
         for number in range(1, 4):
             publisher.publish([stored(number)])
         wait_until(lambda: publisher.statistics().num_batches_sent == 3, "sent")
-        assert requester.ask_for_sequences(0) == [2]
-        assert requester.ask_for_sequences(3) == [6]
+        assert requester.ask_for_sequences(0) == [0, 1, 2]
+        assert requester.ask_for_sequences(3) == [3, 4, 5, 6]
 
 
 def test_readers_that_come_together_all_get_a_snapshot():
@@ -338,21 +340,25 @@ def test_readers_that_come_together_all_get_a_snapshot():
 
 def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
     with (
-        make_publisher(StreamState(), buffer_steps=1, linger_s=0.0) as publisher,
+        make_publisher(StreamState(), buffer_steps=1, linger_s=0.0, first_sequence="clock") as publisher,
         Requester(publisher.replay_endpoint) as requester,
         Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
     ):
         tokens = [2**31] * 2_000_000
         publisher.publish([BlockStored([1], None, tokens, len(tokens), None, "GPU", None)])
         publisher.publish([stored(2)])
-        requester.ask_until(0, 1)
-        for _ in range(3):
+        last = 1700000000500001
+        requester.ask_until(0, last)
+        for _ in range(MAX_WAITING_REQUESTS + 3):
             stalled.socket.send_multipart([b"", pack_sequence(0)])
-        while not publisher.statistics().num_replays_abandoned:
-            assert requester.ask_for_sequences(1) == [1]
-        # The first, and the one that had to wait for it.
-        sequences = [stalled.receive_frames()[2] for _ in range(4)]
-        assert sequences == [pack_sequence(1), END_OF_REPLAY] * 2
+        while publisher.statistics().num_replays_abandoned < 2:
+            assert requester.ask_for_sequences(last) == [last]
+        wait_until(lambda: publisher.statistics().num_snapshots >= 2, "sent to both")
+        assert requester.ask_for_sequences(last) == [last]
+        assert publisher.statistics().num_snapshots == 2
+        # The first, and those that had to wait for it.
+        sequences = [stalled.receive_frames()[2] for _ in range(2 * MAX_WAITING_REQUESTS + 2)]
+        assert sequences == [pack_sequence(last), END_OF_REPLAY] * (MAX_WAITING_REQUESTS + 1)
 
 
 def test_a_state_that_cannot_tell_costs_readers_the_snapshot_and_nothing_else():

@@ -6,12 +6,12 @@ from kv_pool.events.replay_buffer import ReplayBuffer
 
 
 def sequences_from(buffer, start):
-    return [sequence for sequence, _ in buffer.list_from(start)]
+    return [sequence for sequence, _ in buffer.list_from(start, 99)]
 
 
 def test_it_begins_one_below_the_first_sequence():
     buffer = ReplayBuffer(3, 100)
-    assert (buffer.last_sequence, buffer.list_from(0)) == (99, [])
+    assert (buffer.last_sequence, buffer.list_from(0, 9)) == (99, [])
     assert buffer.has_all_from(100)
     assert not buffer.has_all_from(99)
 
@@ -20,7 +20,7 @@ def test_the_oldest_goes_first():
     buffer = ReplayBuffer(3, 0)
     for sequence in range(5):
         buffer.append(sequence, b"%d" % sequence)
-    assert buffer.list_from(0) == [(2, b"2"), (3, b"3"), (4, b"4")]
+    assert buffer.list_from(0, 9) == [(2, b"2"), (3, b"3"), (4, b"4")]
     assert [buffer.has_all_from(start) for start in range(6)] == [False, False, True, True, True, True]
 
 
@@ -48,5 +48,5 @@ def test_it_agrees_with_a_dict(seed):
             buffer.append(last, kept[last])
             kept = dict(list(kept.items())[-capacity:])
         start = rng.randint(max(0, last - 12), last + 2)
-        assert buffer.list_from(start) == [(n, payload) for n, payload in kept.items() if n >= start]
+        assert buffer.list_from(start, 99) == [(n, payload) for n, payload in kept.items() if n >= start]
         assert buffer.has_all_from(start) == (start in kept or start > last)

@@ -4,9 +4,6 @@ from kv_pool.errors import EventStreamError, InvalidArgumentError
 from kv_pool.events.sequence_frames import (
     END_OF_REPLAY,
     MAX_SEQUENCE,
-    make_end_frames,
-    make_live_frames,
-    make_replay_frames,
     pack_sequence,
     unpack_sequence,
 )
@@ -33,8 +30,5 @@ def test_a_frame_of_another_length_is_refused(frame):
         unpack_sequence(frame)
 
 
-def test_frames_are_in_the_order_of_the_contract():
-    assert make_live_frames(b"t", 1, b"p") == [b"t", b"\0" * 7 + b"\1", b"p"]
-    assert make_replay_frames(b"id", b"t", 1, b"p") == [b"id", b"", b"t", b"\0" * 7 + b"\1", b"p"]
-    assert make_end_frames(b"id") == [b"id", b"", b"", END_OF_REPLAY, b""]
+def test_the_end_marker_is_one_above_the_last_sequence():
     assert unpack_sequence(END_OF_REPLAY) == MAX_SEQUENCE + 1

@@ -13,6 +13,8 @@ from kv_pool import (
     RetentionDirective,
     StaleLeaseError,
 )
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.manager.invariants import check_leases
 from kv_pool.manager.leases import LeaseState
@@ -54,6 +56,52 @@ def test_lent_blocks_are_not_reused_until_given_back():
     assert state(pool) == "free: 3 2* 1* | in use: 4*"
     assert leases.num_lent_blocks == 0
     assert lease.state is LeaseState.GIVEN_BACK
+
+
+COMPACTIONS = {
+    "pack": lambda pool, copy: compaction.pack(pool, copy),
+    "gather": lambda pool, copy: compaction.gather(pool, copy, run_length=4),
+    "take_run": lambda pool, copy: compaction.take_run(pool, 9, copy, lambda relocation: None),
+    "shrink": lambda pool, copy: compaction.shrink(pool, 4, copy),
+}
+
+
+@pytest.mark.parametrize("kind", list(LeaseKind))
+@pytest.mark.parametrize("name", COMPACTIONS)
+def test_compaction_moves_no_block_that_is_lent(name, kind):
+    """Their ids were handed out again while a network card still wrote there."""
+    pool = RunBlockPool(13, True, 4)
+    leases = BlockLeases(pool, clock=lambda: 0.0)
+    before, lent = pool.get_new_blocks(6), pool.get_new_blocks(3)
+    lease = leases.lend(lent, 30.0, "nic", kind)
+    pool.free_blocks(before)
+    copied = []
+    if name == "shrink":
+        with pytest.raises(
+            InvalidBlockError, match=rf"block 9 is lent to nic \({kind.value}\): it cannot be"
+        ):
+            COMPACTIONS[name](pool, copied.extend)
+    else:
+        assert not COMPACTIONS[name](pool, copied.extend) or name == "gather"
+    assert copied == []
+    assert ids(lent) == [7, 8, 9]
+    assert not {7, 8, 9} & set(ids(pool.get_new_blocks(8)))
+    lease.give_back()
+    assert pool.holds.list_holds() == []
+
+
+def test_a_quarantined_block_keeps_its_id():
+    pool = RunBlockPool(6, True, 4)
+    clock = Clock()
+    leases = BlockLeases(pool, clock)
+    before, lent = pool.get_new_blocks(2), pool.get_new_blocks(2)
+    lease = leases.lend(lent, 10, "nic", WRITE)
+    pool.free_blocks([*before, *lent])
+    clock.now = 10
+    assert leases.expire() == [lease]
+    assert compaction.pack(pool, print) == []
+    lease.give_back()
+    assert pool.holds.list_ids() == []
 
 
 def test_a_lease_ends_once():

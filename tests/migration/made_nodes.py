@@ -9,6 +9,7 @@ from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.transfer_backend import BlockReader, ReadCount
 from kv_pool.storage import KVStorage
 
 BLOCK_SIZE = 4
@@ -27,11 +28,18 @@ class MadeEngine:
     """A scheduler with requests, a manager and a storage; the bytes of a block are made of its tokens."""
 
     def __init__(
-        self, num_blocks=32, clock=None, head_size=8, block_bytes=None, groups=None, **manager_options
+        self,
+        num_blocks=32,
+        clock=None,
+        head_size=8,
+        block_bytes=None,
+        groups=None,
+        pool_class=BlockPool,
+        **manager_options,
     ):
         heads = 1 if block_bytes is None else block_bytes // (2 * BLOCK_SIZE * head_size * 2)
         self.storage = KVStorage.allocate(num_blocks, BLOCK_SIZE, 1, heads, head_size, "float16")
-        self.pool = BlockPool(num_blocks, True, BLOCK_SIZE, enable_kv_cache_events=True)
+        self.pool = pool_class(num_blocks, True, BLOCK_SIZE, enable_kv_cache_events=True)
         self.manager = KVCacheManager(self.pool, groups=groups, **manager_options)
         self.requests = {}
         self.moved_away = {}
@@ -126,5 +134,38 @@ class MadeEngine:
         self.moved_away[request_id] = target
 
 
-def make_node(name, engine, **options):
-    return Migrator(name, engine.site, backends=[InProcessBackend(engine.storage)], **options)
+def make_node(name, engine, backend=None, **options):
+    return Migrator(name, engine.site, backends=[backend or InProcessBackend(engine.storage)], **options)
+
+
+class HalvingBackend(InProcessBackend):
+    """Reads blocks in two parts, and calls `between` after the first: what happens while bytes arrive."""
+
+    def __init__(self, storage, between):
+        super().__init__(storage)
+        self.between = between
+
+    def open(self, peer_name, description):
+        return HalvingReader(super().open(peer_name, description), self.between)
+
+
+class HalvingReader(BlockReader):
+    def __init__(self, reader, between):
+        self.reader = reader
+        self.between = between
+
+    def read(self, transfer_id, remote_ids, local_ids, deadline):
+        half = len(local_ids) // 2
+        first = self.reader.read(transfer_id, remote_ids[:half], local_ids[:half], deadline)
+        self.between()
+        rest = self.reader.read(transfer_id, remote_ids[half:], local_ids[half:], deadline)
+        return ReadCount(first.num_bytes + rest.num_bytes, first.num_descriptors + rest.num_descriptors)
+
+    def is_settled(self):
+        return self.reader.is_settled()
+
+    def is_usable(self):
+        return self.reader.is_usable()
+
+    def close(self):
+        self.reader.close()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from made_threads import no_new_threads
-from migration.made_nodes import BLOCK_SIZE, HASHER, Clock, MadeEngine, make_node
+from migration.made_nodes import BLOCK_SIZE, HASHER, Clock, HalvingBackend, MadeEngine, make_node
 
 from kv_pool import (
     BlockHasher,
@@ -16,8 +16,11 @@ from kv_pool import (
     SlidingWindowSpec,
     UnknownSequenceError,
 )
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
+    InvalidContentError,
     LayoutMismatchError,
     MigrationCancelledError,
     MigrationError,
@@ -496,6 +499,62 @@ def test_what_was_fetched_is_held_until_it_is_released(make_pair, over):
     for hold_s in (-1.0, float("inf"), float("nan")):
         with pytest.raises(InvalidArgumentError, match="hold_s is"):
             pair.node_b.fetch(subject, "a", hold_s=hold_s)
+
+
+@pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
+def test_compaction_while_blocks_arrive_puts_no_wrong_bytes_under_a_hash(is_move):
+    """The other half was written to ids that were another request's by then; no check noticed."""
+    a, b = MadeEngine(), MadeEngine(pool_class=RunBlockPool)
+    a.start("r", range(40))
+    for number in range(4):
+        b.start(f"old {number}", range(100 * number, 100 * number + 10))
+    moved = []
+
+    def compact():
+        with b.lock:
+            for number in (0, 1):
+                b.finish(f"old {number}")
+            for relocation in compaction.pack(b.pool, b.storage.apply_moves, max_evictions=20):
+                moved.extend(relocation.moves)
+            b.start("new", range(500, 530))
+
+    with (
+        make_node("a", a) as node_a,
+        make_node("b", b, HalvingBackend(b.storage, compact)) as node_b,
+    ):
+        node_b.connect(node_a)
+        subject = SequenceSubject("r") if is_move else PrefixSubject(tuple(HASHER.hash_blocks(range(40))))
+        new_ids = node_b.fetch(subject, "a", is_move=is_move, hold_s=600.0).wait(PATIENCE_S)
+        with b.lock:
+            compaction.pack(b.pool, b.storage.apply_moves)
+            b.check_all_cached([range(40)])
+            for name in b.requests:
+                b.check_bytes(name)
+            for position, block_id in enumerate(new_ids):
+                assert b.read(block_id) == b.make_bytes(f"0 {list(range(position * 4 + 4))}")
+        node_b.check_invariants()
+    assert moved
+    assert b.pool.holds.list_ids() == []
+
+
+@pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
+def test_content_that_is_reported_wrong_while_it_is_read_arrives_nowhere(make_pair, over, is_move):
+    pair = make_pair(over)
+    request = pair.a.start("r", range(40))
+    subject = SequenceSubject("r") if is_move else PrefixSubject(tuple(request.block_hashes))
+    # Slow enough that the report comes between the first batch and the last.
+    limit = 20 * pair.a.storage.block_bytes
+    migration = pair.node_b.fetch(subject, "a", is_move=is_move, max_bytes_per_s=limit)
+    while not pair.a.site.leases.list_leases():
+        assert not migration.wait_for_end(0.001)
+    with pair.a.lock:
+        pair.a.manager.report_invalid_blocks([3])
+    with pytest.raises(InvalidContentError):
+        migration.wait(PATIENCE_S)
+    assert pair.b.check_prefix(range(40)) == 0
+    assert pair.b.pool.get_num_free_blocks() == 31
+    assert pair.a.check_prefix(range(40)) == 2
+    pair.check()
 
 
 class HeardClock(Clock):

@@ -5,6 +5,7 @@ import pytest
 from tiers.tier_engine import TierEngine
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, PlanClosedError
+from kv_pool.core import invariants as core_invariants
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.tiers import invariants
 from kv_pool.tiers.tier import Tier
@@ -99,6 +100,44 @@ def test_blocks_that_are_taken_in_this_step_can_be_hit_in_it(tmp_path):
     invariants.check(engine.read_back)
 
 
+def start_fork(engine):
+    """In this step a fork gets a block of its own, which completes a block of a prompt that tiers have."""
+    first, *_ = fill(engine, 4)
+    parent = engine.make_request("parent", first.all_token_ids[:10])
+    engine.compute(parent)
+    child = engine.make_request("child", first.all_token_ids[:12])
+    child.num_computed_tokens = 10
+    engine.manager.fork(parent, child)
+    assert engine.grow(child, 2)
+    assert len(engine.manager.copies) == 1
+    return first, child
+
+
+def test_a_prefix_that_a_fork_completes_in_this_step_is_read_on_from_tiers(tmp_path):
+    """`admit` refused it until the copies were made, which the documented order does after it."""
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, child = start_fork(engine)
+    request = again(engine, first)
+    assert engine.start(request) == (12, 4)
+    engine.run()
+    for computed in (child, request):
+        engine.check(computed)
+    engine.check_cached()
+    invariants.check(engine.read_back)
+
+
+def test_a_plan_that_outlives_a_fork_leaves_no_copy_into_a_free_block(tmp_path):
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, child = start_fork(engine)
+    plan = make_plan(engine, again(engine, first))
+    engine.scheduled.clear()
+    engine.manager.free(child)
+    assert len(engine.manager.copies) == 1
+    plan.abort()
+    assert engine.manager.take_block_copies() == []
+    core_invariants.check(engine.pool)
+
+
 def test_no_room_changes_nothing(tmp_path):
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)
@@ -126,9 +165,11 @@ def test_an_aborted_plan_leaves_no_trace(tmp_path):
     assert sorted(engine.read_back.list_device_ids_in_flight()) == sorted(
         block.block_id for block in plan.list_blocks()
     )
+    assert engine.pool.holds.list_ids() == engine.read_back.list_device_ids_in_flight()
     invariants.check(engine.read_back)
     plan.load()
     plan.abort()
+    assert engine.pool.holds.list_ids() == []
     assert engine.manager.get_num_free_blocks() == 8
     assert engine.manager.get_computed_blocks(request).num_tokens == 0
     assert engine.read_back.find_prefix(request).num_tokens == 16

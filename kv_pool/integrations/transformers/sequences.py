@@ -283,7 +283,7 @@ class PagedSequences:
 
         Returns:
             Blocks of the manager's pool, to be given back there; None where no run can be made. A later
-            `defragment` moves them, too: do not keep their ids.
+            `defragment` moves them as well, unless they are held: `pool.hold(blocks, "sent to ...")`.
         Raises:
             InvalidArgumentError: the pool is no `RunBlockPool`.
             OutOfBlocksError: fewer blocks are free. In both cases nothing has changed.

@@ -5,7 +5,7 @@ from typing import NoReturn, SupportsIndex
 
 from mypy_extensions import i32
 
-from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
@@ -574,7 +574,7 @@ class BlockRetention:
             victims += self._kept.take_victims(num_blocks - num_free - len(victims), PINNED)
         if not victims:
             return
-        if isinstance(self.block_pool, RunBlockPool):  # it does not take from the front if it need not
+        if isinstance(self.block_pool, RunPoolCore):  # it does not take from the front if it need not
             self._release(victims)
             return
         for block in victims:

@@ -6,19 +6,21 @@
     HIT   request holds blocks     host blocks -> device   request has no blocks: look up again
 
 While a plan is open the manager does not know the request: freeing, forking or caching it there raises
-InvalidArgumentError, and so does allocating for it once tokens were computed. Sources and targets are
-referenced by the plan, so nobody takes them.
+InvalidArgumentError, and so does allocating for it once tokens were computed. The plan references its sources
+and targets and holds them in place, so they are neither reused nor moved to other ids.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
+from kv_pool.core.holds import Hold
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
@@ -82,6 +84,7 @@ class SwapPlan(ABC):
         self._request = request
         self._pairs = pairs
         self._on_close = on_close
+        self._holds: list[Hold] = []
 
     def commit(self) -> None:
         """The copies are done: the request is where the plan wanted it.
@@ -97,8 +100,7 @@ class SwapPlan(ABC):
         """
         self._check_open()
         self._commit()
-        self.state = PlanState.COMMITTED
-        self._on_close(self)
+        self._close(PlanState.COMMITTED)
 
     def abort(self) -> None:
         """The copies failed, or will not be made: the sources are as before, the targets free.
@@ -111,8 +113,7 @@ class SwapPlan(ABC):
         """
         self._check_open()
         self._abort()
-        self.state = PlanState.ABORTED
-        self._on_close(self)
+        self._close(PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
         """Call `copy` with the moves, if there are any, and commit; if it raises, abort and raise that."""
@@ -134,6 +135,17 @@ class SwapPlan(ABC):
 
     @abstractmethod
     def _abort(self) -> None: ...
+
+    def _hold_blocks(self, side: SwapSide, rows: Iterable[Iterable[KVCacheBlock]]) -> None:
+        """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
+        reason = f"in an open plan to swap request {self.request_id!r} {self.direction.value}"
+        self._holds.append(side.pool.hold(chain.from_iterable(rows), reason))
+
+    def _close(self, state: PlanState) -> None:
+        for hold in self._holds:
+            hold.release()
+        self.state = state
+        self._on_close(self)
 
     def _check_open(self) -> None:
         if self.state is not PlanState.OPEN:
@@ -182,6 +194,8 @@ class TablePlan(SwapPlan):
         self._target = target
         self._tables = tables
         self._targets = targets
+        self._hold_blocks(source, (table.blocks for table in tables))
+        self._hold_blocks(target, targets)
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
@@ -289,6 +303,8 @@ class HostHitPlan(SwapPlan):
             )
             if block.block_hash is not None
         ]
+        self._hold_blocks(device, (table.blocks for table in tables))
+        self._hold_blocks(host, ((source for source, _ in pairs),))
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []

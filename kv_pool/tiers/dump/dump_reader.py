@@ -11,6 +11,7 @@ import msgspec
 
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.errors import PoolDumpError
+from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.tiers.dump.records import Frame, RecordKind, RecordReader
@@ -63,7 +64,7 @@ def open_dump(path: str | os.PathLike[str]) -> Iterator[DumpReader]:
     """The file, read up to its header. PoolDumpError where that is not possible."""
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             yield DumpReader(RecordReader(file, name))
     except OSError as error:  # nothing but reading raises it: what a storage does is a CopyFailedError
         raise PoolDumpError(f"no dumped pool can be read from {name}: {error.strerror}") from error

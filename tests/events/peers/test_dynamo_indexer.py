@@ -10,7 +10,7 @@ from events.pool_map import pool_map
 
 from kv_pool.events.stream_state import StreamState
 
-pytestmark = pytest.mark.peers
+pytestmark = pytest.mark.dynamo
 
 WHAT_DYNAMO_NEEDS = {"first_sequence": "clock", "heartbeat_s": 0.05}
 """Besides a replay endpoint and a state: it asks when a batch comes, and is to see restarts."""

@@ -229,3 +229,60 @@ def test_a_pool_that_does_not_know_its_runs_cannot_be_packed():
     for attempt in (sequences.defragment, sequences.get_fragmentation_rate, lambda: sequences.take_run(2)):
         with pytest.raises(InvalidArgumentError, match="a BlockPool does not know its runs"):
             attempt()
+
+
+def test_defragmenting_while_a_prefix_arrives_leaves_right_keys_and_values():
+    """The half that came later was written over K and V of other requests, and was missing in its own."""
+    import threading
+
+    from integrations.transformers.made_model import (
+        HASHER,
+        check_kv,
+        make_model,
+        make_request,
+        make_sequences,
+        run_step,
+    )
+    from migration.made_nodes import HalvingBackend
+
+    from kv_pool.migration.backends.in_process import InProcessBackend
+    from kv_pool.migration.migrator import Migrator
+    from kv_pool.migration.subjects import PrefixSubject
+
+    sides = [make_sequences(), make_sequences()]
+    there, here = sides
+    running = {}
+
+    def admit(sequences, name, prompt):
+        running[name] = make_request(name, prompt)
+        sequences.admit(running[name])
+        run_step(make_model(), sequences, [running[name]], [running[name].num_tokens])
+
+    for number in range(3):
+        admit(here, number, range(40 + 10 * number, 49 + 10 * number))
+    admit(there, "computed there", PROMPT)
+    lock = threading.RLock()
+    num_moved = []
+
+    def defragment():
+        with lock:
+            here.free(running.pop(0))
+            num_moved.append(here.defragment(max_evictions=20))
+            admit(here, "new", range(70, 90))
+
+    backends = [InProcessBackend(there.storage), HalvingBackend(here.storage, defragment)]
+    sites = [there.make_site(HASHER, {}), here.make_site(HASHER, {}, lock)]
+    with (
+        Migrator("there", sites[0], backends=backends[:1]) as source,
+        Migrator("here", sites[1], backends=backends[1:]) as target,
+    ):
+        target.connect(source)
+        prefix = PrefixSubject(tuple(HASHER.hash_blocks(PROMPT)))
+        assert len(target.fetch(prefix, "there", hold_s=60.0).wait(30.0)) == 5
+        with lock:
+            here.defragment()
+            arrived = make_request("arrived", PROMPT)
+            assert here.admit(arrived) == 20
+            for request in (arrived, running[1], running[2], running["new"]):
+                check_kv(here, request)
+    assert num_moved[0] > 0

@@ -33,8 +33,7 @@ def keep_a_host_reference(engine):
 
 
 def lose_a_device_reference(engine):
-    (plan,) = engine.swapper.list_open_plans()
-    engine.manager.block_pool.free_blocks(plan.list_blocks(engine.swapper._device)[:1])
+    engine.manager.block_pool.free_blocks(engine.manager.get_table("running").blocks[:1])
 
 
 def name_a_block_of_the_other_pool(engine):

@@ -3,6 +3,8 @@ from drawing import state
 from manager.swap_engine import SwapEngine
 
 from kv_pool import (
+    AllBlocksCleared,
+    BlockHasher,
     BlockPool,
     BlockRemoved,
     BlockRetention,
@@ -14,8 +16,12 @@ from kv_pool import (
     InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
+    Request,
     RetentionDirective,
 )
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.events import PrefixMirror
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -576,6 +582,36 @@ def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
 # ---- events --------------------------------------------------------------------------------------
 
 
+def test_a_reset_of_both_pools_does_not_clear_what_is_stored_after_it():
+    """The host's `AllBlocksCleared` came behind the device's next stores, and readers forgot these."""
+    engine = SwapEngine(6, 8, events=True)
+    mirror = PrefixMirror()
+    for first in (0, 20, 40):
+        request = swapped(engine, f"r{first}", range(first, first + 9))
+        engine.swapper.drop(request)
+        assert engine.swapper.reset_prefix_cache()
+    engine.start(engine.make_request("after", range(60, 69)))
+    events = engine.swapper.take_events()
+    assert [type(event) for event in events].count(AllBlocksCleared) == 6
+    mirror.apply("here", events)
+    hashes = engine.make_request("again", range(60, 69)).block_hashes
+    assert mirror.find_prefix(hashes) == {"here": 2}
+    engine.swapper.drop(swapped(engine, "last", range(80, 89)))
+    assert [event.medium for event in engine.swapper.take_events()] == ["GPU", "CPU"]
+
+
+@pytest.mark.parametrize("taken_alone", ["device", "host"])
+def test_a_reset_is_in_order_where_one_pools_events_were_taken_alone(taken_alone):
+    engine = SwapEngine(6, 8, events=True)
+    engine.swapper.drop(swapped(engine, "before", range(9)))
+    assert engine.swapper.reset_prefix_cache()
+    pool = engine.manager.block_pool if taken_alone == "device" else engine.swapper.host_pool
+    assert [type(event) for event in pool.take_events()] == [BlockStored, AllBlocksCleared]
+    engine.start(engine.make_request("after", range(60, 69)))
+    kinds = [type(event) for event in engine.swapper.take_events()]
+    assert kinds == [BlockStored, AllBlocksCleared, BlockStored]
+
+
 def test_both_pools_tell_what_they_store_the_device_first():
     engine = SwapEngine(3, 4, events=True)
     request = swapped(engine, "a", range(9))
@@ -752,6 +788,38 @@ def test_without_caching_everything_is_copied_both_ways():
     assert len(plan.moves) == 3
     engine.run(plan)
     engine.check(request)
+
+
+@pytest.mark.parametrize("ends", ["commit", "abort"])
+@pytest.mark.parametrize("direction", ["out", "in", "hit"])
+def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
+    """The ids in its moves were those of other blocks by the time that the copies were made."""
+    pool, host_pool = RunBlockPool(12, True, 4), RunBlockPool(12, True, 4, medium="CPU")
+    manager = KVCacheManager(pool)
+    swapper = BlockSwapper(manager, host_pool)
+    in_front, on_host = pool.get_new_blocks(3), host_pool.get_new_blocks(3)
+    request = Request("a", range(10), BlockHasher(block_size=4))
+    manager.allocate_slots(request, 10)
+    request.num_computed_tokens = 10
+    plan = swapper.swap_out(request)
+    if direction != "out":
+        plan.commit()
+        pool.evict_blocks(range(1, 12))
+        plan = swapper.swap_in(request)
+    if direction == "hit":
+        plan.abort()
+        swapper.drop(request)
+        request.num_computed_tokens = 0
+        plan = swapper.plan_host_hit(request, 8)
+    pool.free_blocks(in_front)
+    host_pool.free_blocks(on_host)
+    moves = list(plan.moves)
+    for one_pool in (pool, host_pool):
+        assert compaction.pack(one_pool, lambda moves: None, max_evictions=5) == []
+    assert plan.moves == moves != []
+    getattr(plan, ends)()
+    for one_pool in (pool, host_pool):
+        assert one_pool.holds.list_holds() == []
 
 
 def test_blocks_in_flight_are_named_so_that_they_are_not_moved():

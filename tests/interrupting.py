@@ -1,0 +1,125 @@
+"""Raise in the middle of a call, as a signal handler does: at one moment after the other, or at a random one."""
+
+import dis
+import functools
+import itertools
+import random
+import signal
+import sys
+from contextlib import contextmanager
+
+# Frames that a C function entered: the check after the call is made once that function returns.
+_ENTERED_BY_C = {"__init__", "__post_init__", "__new__", "<genexpr>", "<lambda>", "<listcomp>", "__del__"}
+_CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW"}
+
+
+class Interrupt(BaseException):
+    """What the handler raises; not an `Exception`, as `KeyboardInterrupt` is not."""
+
+
+@functools.cache
+def _find_opcode_names(code):
+    return {one.offset: one.opname for one in dis.get_instructions(code)}
+
+
+class _OpcodeTrace:
+    """Raises at the `moment`-th place where CPython would run a signal handler; see `interrupt_at`."""
+
+    def __init__(self, moment):
+        self.left = moment
+        self.last_opcode = {}
+        self.children = {}
+
+    def count(self):
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupt
+
+    def __call__(self, frame, event, argument):
+        if event == "call":
+            parent = frame.f_back
+            self.children.setdefault(id(parent), []).append(frame.f_code.co_name)
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+            self.last_opcode[id(frame)] = None
+            self.children.pop(id(frame), None)
+            self.count()
+        elif event == "opcode":
+            names = _find_opcode_names(frame.f_code)
+            last = self.last_opcode.get(id(frame))
+            entered = self.children.pop(id(frame), [])
+            self.last_opcode[id(frame)] = names.get(frame.f_lasti)
+            if last == "JUMP_BACKWARD":
+                self.count()
+            elif last in _CALLS:
+                # A plain function called by plain code runs in the same loop: nothing is checked when it returns.
+                is_plain = (
+                    last != "CALL_FUNCTION_EX" and len(entered) == 1 and entered[0] not in _ENTERED_BY_C
+                )
+                if not is_plain:
+                    self.count()
+        return self
+
+
+def interrupt_at(moment, call):
+    """Run `call()`, and raise `Interrupt` in it at its `moment`-th place, from 1 on.
+
+    Places are where CPython runs the handlers of signals: on entry to a plain function, at a jump backwards,
+    after a call of a C function. What is compiled has none.
+
+    Returns:
+        Whether there was such a place; otherwise the call has run to its end.
+    """
+    trace = _OpcodeTrace(moment)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def interrupt_everywhere(make, call, check):
+    """For one moment after the other: `subject = make()`, then `call(subject)` interrupted, then `check(subject)`.
+
+    Returns:
+        How many moments there were, and for each that `check` did not like (moment, what it raised).
+    """
+    broken = []
+    for moment in itertools.count(1):
+        subject = make()
+        if not interrupt_at(moment, lambda subject=subject: call(subject)):
+            return moment - 1, broken
+        try:
+            check(subject)
+        except Exception as error:
+            broken.append((moment, error))
+    return None
+
+
+@contextmanager
+def alarm_that_raises():
+    """Meanwhile SIGALRM raises `Interrupt`; set it off with `signal.setitimer`."""
+
+    def on_alarm(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):
+    """Call `step()` again and again until a signal that comes at a random time raises in it or between two."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, longest_s))
+        while True:
+            step()
+    except Interrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
