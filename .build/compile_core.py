@@ -22,8 +22,15 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
-# What every event of a stream goes through in a router; no sockets.
-EVENTS = ("held_blocks", "token_keys")
+# What every event of a stream goes through, in a publisher and in a router; none may import zmq.
+EVENTS = (
+    "event_filter",
+    "held_blocks",
+    "resident_blocks",
+    "sharded_dict",
+    "stored_spans",
+    "token_keys",
+)
 # What every step of a scheduler goes through.
 MANAGER = (
     "block_copies",

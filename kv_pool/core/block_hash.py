@@ -36,8 +36,8 @@ class BlockHasher:
             `sha256`: 32 bytes, collision-resistant: the safe choice when tenants share a pool.
             `sha256_cbor`: 32 bytes, byte for byte what vLLM 0.33 computes under that name; the same in
             every process and language.
-        seed: goes into the root of every chain. Default for `xxh3_128`: random, the same for all hashers of a
-            process (and of those it forks), so that they hash alike, and another one in any other process. For
+        seed: goes into the root of every chain. Default for `xxh3_128`: random, the same for all hashers of
+            a process (and of those it forks), so that they hash alike; other processes have another. For
             `sha256`: fixed. For `sha256_cbor`: vLLM's own default (vLLM uses PYTHONHASHSEED's value when that
             is set).
         block_size: tokens per hash, at least 1.

@@ -1,12 +1,13 @@
 """`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds, Hold
@@ -312,6 +313,20 @@ class BlockPoolCore(PrefixCache):
             self._unfinished = EVICTING
             self._recover()
             raise
+
+    def iter_cached_keys(self) -> Iterator[CachedKey]:
+        """Iterate over what is cached now: each hash once for each KV cache group, in no particular order.
+
+        The keys are those of the moment of the call; what is cached or evicted later does not change them.
+
+            >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+            >>> manager = KVCacheManager(BlockPool(10, True, 4))
+            >>> request = Request("r", range(9), BlockHasher("sha256_cbor", block_size=4))
+            >>> _ = manager.allocate_slots(request, 9)
+            >>> sorted(key.block_hash.hex()[:8] for key in manager.block_pool.iter_cached_keys())
+            ['22b53a0c', 'bd29abb2']
+        """
+        return iter_cached_keys(self.cached_block_hash_to_block, self._make_external_hash)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash, as after a change of weights. One `AllBlocksCleared`.

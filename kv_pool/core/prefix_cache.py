@@ -132,6 +132,7 @@ class PrefixCache:
                 cache._num_keys = len(cache._cache)
         elif self._unfinished == EVICTING:
             for block in self._unfinished_blocks:
+                block.generation += 1  # for some the second time, which changes nothing
                 evict(self, block)
         elif self._unfinished == MOVING_KEYS:
             source, target = self._unfinished_blocks

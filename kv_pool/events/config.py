@@ -141,6 +141,21 @@ class PublisherConfig:
             )
         self._check_curve()
 
+    @classmethod
+    def for_routers(cls, **settings: Any) -> Self:
+        """What routers and indexers need: replay, numbers from the clock, a heartbeat each second.
+
+        Give the publisher a `StreamState()`, too: without one there are no snapshots, and copies are
+        announced one by one. `settings` are those of the class, and win.
+
+            >>> config = PublisherConfig.for_routers(endpoint="tcp://*:6000", replay_endpoint="tcp://*:6100")
+            >>> config.first_sequence, config.heartbeat_s
+            ('clock', 1.0)
+
+        The ports of the default endpoints leave room for 100 data-parallel ranks each.
+        """
+        return cls(**{**_FOR_ROUTERS, **settings})
+
     @property
     def rank_endpoint(self) -> str:
         """The endpoint of this rank, as configured: port 0 is still 0."""
@@ -222,6 +237,12 @@ class PublisherConfig:
                     f"endpoint {endpoint!r} stays in this process; CURVE is for tcp and ipc"
                 )
 
+
+_FOR_ROUTERS: dict[str, Any] = {
+    "replay_endpoint": "tcp://127.0.0.1:5657",
+    "first_sequence": "clock",
+    "heartbeat_s": 1.0,
+}
 
 _LEAST = {
     "buffer_steps": 1,

@@ -1,6 +1,6 @@
 """`KVCacheManager`: gives a scheduler's requests their block tables."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import lcm
 from typing import Any, NoReturn, SupportsIndex
 
@@ -9,6 +9,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
@@ -502,6 +503,10 @@ class KVCacheManager:
         if self.retention is not None and self.retention.is_active:
             self.retention.forget_blocks(report.evicted_blocks)
         return report
+
+    def iter_cached_keys(self) -> Iterator[CachedKey]:
+        """Iterate over what is cached now, as `BlockPool.iter_cached_keys`: hash, group, name in events."""
+        return self.block_pool.iter_cached_keys()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix; False, with nothing changed, while any request holds blocks."""

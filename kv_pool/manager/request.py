@@ -2,22 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 from kv_pool.core.arguments import as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, TokenIds
 
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter a request runs with. Its name and path keep its KV apart from other adapters'."""
+    """The adapter a request runs with. Its name and path keep its KV apart from other adapters'.
+
+    Raises:
+        InvalidTypeError: an id that is no int, a name or path that is no string. The order of the arguments
+            is not that of vLLM's class, whose name comes first.
+    """
 
     adapter_id: int
     name: str
     path: str
+
+    def __post_init__(self) -> None:
+        for field, value, wanted in (
+            ("adapter_id", self.adapter_id, SupportsIndex),
+            ("name", self.name, str),
+            ("path", self.path, str),
+        ):
+            if not isinstance(value, wanted):
+                raise InvalidTypeError(
+                    f"{field} is a {type(value).__name__}: {value!r}; LoRARequest takes adapter_id (int), "
+                    "name and path (str) in this order, vLLM's class the name first"
+                )
 
     @property
     def lora_name(self) -> str:

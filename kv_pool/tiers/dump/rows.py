@@ -159,9 +159,13 @@ def check_rows(rows: CachedRows, copies: list[KeyCopies], num_blocks: int, num_c
     for row, keys in enumerate(rows.keys):
         if len(set(keys)) != len(keys) or any(len(key) < _GROUP_BYTES for key in keys):
             raise ValueError(f"block {rows.ids[row]} has keys that a block can not have")
+    if min(rows.num_tokens, default=0) < UNKNOWN:
+        raise ValueError("a key covers a negative number of tokens")
     told = {shared.key: sorted(shared.rows) for shared in copies}
     carriers = _find_carriers(rows)
-    if told != {key: places for key, places in carriers.items() if len(places) > 1}:
+    if len(told) != len(copies) or told != {
+        key: places for key, places in carriers.items() if len(places) > 1
+    }:
         raise ValueError("its keys are carried by other blocks than it says")
 
 
