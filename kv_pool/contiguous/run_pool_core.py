@@ -169,12 +169,16 @@ class RunPoolCore(BlockPoolCore):
             raise
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
-        listed = ordered_blocks.copy()
+        is_freed = False
         try:
-            free_all(self, ordered_blocks, True)
+            free_all(self, ordered_blocks, False)
+            is_freed = True
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(ordered_blocks, self._owner, num_free, self.enable_caching, False)
+            ordered_blocks.clear()
         except BaseException as error:
+            if is_freed:
+                ordered_blocks.clear()
             self._follow(error)
             raise
 
