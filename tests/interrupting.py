@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import inspect
 import itertools
 import random
 import signal
@@ -43,7 +44,9 @@ class _OpcodeTrace:
             frame.f_trace_lines = False
             self.last_opcode[id(frame)] = None
             self.children.pop(id(frame), None)
-            self.count()
+            # A generator that goes on may be about to be closed, which no handler comes between.
+            if not (frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_lasti >= 0):
+                self.count()
         elif event == "opcode":
             names = _find_opcode_names(frame.f_code)
             last = self.last_opcode.get(id(frame))
