@@ -737,9 +737,8 @@ class GPUKVPool(KVPoolProtocol):
     def _recover(self, error: BaseException) -> None:
         """Bring the pool's books in line with its references after a call that raised.
 
-        A refusal has changed nothing. What a signal handler raises comes anywhere: references that no book has
-        yet are given back, and those that are in no book any more, too. Where that is interrupted, the next
-        call completes it.
+        A refusal has changed nothing. A signal handler raises anywhere: references that are in no book yet, or
+        in none any more, are given back. Where that is interrupted, the next call completes it.
         """
         if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
             return
@@ -751,7 +750,7 @@ class GPUKVPool(KVPoolProtocol):
         self._is_broken_off = False
 
     def _share(self, sequence: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Let a new sequence hold these blocks, each with a reference more; none, and there is no sequence."""
+        """Let a new sequence hold these blocks, with a reference more each. None: no sequence."""
         if self._is_broken_off:
             self._recover(InterruptedError())
         if not blocks:

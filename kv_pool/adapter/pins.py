@@ -65,7 +65,7 @@ class Pins:
         self._counts_before = {}
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
-        """Undo a call that was interrupted, and forget the pins of blocks that no sequence holds after all."""
+        """Undo a call that was interrupted, and drop the pins of blocks that no sequence holds."""
         for block, count in self._counts_before.items():
             if count:
                 self._counts[block] = count

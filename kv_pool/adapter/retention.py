@@ -107,7 +107,7 @@ class Retention:
             self._pool.free_out_of(self._moving)
 
     def recover(self) -> None:
-        """Complete what an interrupted call left: blocks on their way to the back of the queue, and counts."""
+        """Complete an interrupted call: blocks on their way to the back of the queue, and counts."""
         self._pool.free_out_of(self._moving)
         self.note_taken([block for block in self._priorities if block.ref_cnt or block.block_hash is None])
         self._counts = [
