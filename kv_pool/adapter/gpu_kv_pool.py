@@ -737,8 +737,8 @@ class GPUKVPool(KVPoolProtocol):
     def _recover(self, error: BaseException) -> None:
         """Bring the pool's books in line with its references after a call that raised.
 
-        A refusal has changed nothing. A signal handler raises anywhere: references that are in no book yet, or
-        in none any more, are given back. Where that is interrupted, the next call completes it.
+        A refusal has changed nothing. A signal handler raises anywhere: references that are in no book yet,
+        or in none any more, are given back. Where that is interrupted, the next call completes it.
         """
         if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
             return

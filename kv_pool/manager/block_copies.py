@@ -70,10 +70,12 @@ class BlockCopies:
         sources = list(self._source_of.values())
         nothing: dict[KVCacheBlock, KVCacheBlock] = {}
         no_counts: dict[KVCacheBlock, int] = {}
-        self._leaving = sources
-        self._source_of = nothing
-        self._num_targets = no_counts
-        self.recover()
+        try:
+            self._pool.free_out_of(sources)
+        finally:
+            if not sources:  # given back: an interrupt comes too late
+                self._source_of = nothing
+                self._num_targets = no_counts
         return moves
 
     def recover(self) -> None:
