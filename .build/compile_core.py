@@ -7,6 +7,7 @@ The environment variable KV_POOL_BUILD decides, at build time only:
 """
 
 import ast
+import atexit
 import os
 import re
 import shutil
@@ -21,6 +22,15 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
+# What every event of a stream goes through, in a publisher and in a router; none may import zmq.
+EVENTS = (
+    "event_filter",
+    "held_blocks",
+    "resident_blocks",
+    "sharded_dict",
+    "stored_spans",
+    "token_keys",
+)
 # What every step of a scheduler goes through.
 MANAGER = (
     "block_copies",
@@ -60,6 +70,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
         if mode not in ("auto", "compiled", "plain"):
             raise ValueError(f"KV_POOL_BUILD is {mode!r}; it is auto, compiled or plain")
         self.build_dir = tempfile.mkdtemp(prefix="kv_pool-mypyc-")
+        atexit.register(shutil.rmtree, self.build_dir, ignore_errors=True)  # a failed build has no `finalize`
         if self.target_name != "wheel" or version == "editable" or mode == "plain":
             return
         try:
@@ -88,6 +99,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
                 str(path) for path in Path("kv_pool/core").glob("*.py") if path.name not in NOT_COMPILED
             )
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
+            paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.

@@ -50,6 +50,7 @@ def make_publisher(num_batches: int, state: StreamState | None = None, **setting
         replay_endpoint=FREE_PORT,
         max_queue_size=num_batches + 1,
         hwm=num_batches + 1,
+        max_unread_bytes=2**40,
         linger_s=60.0,
         **settings,
     )

@@ -7,11 +7,15 @@ Run it: pip install '.[transformers]' && python examples/batching_a_model.py
 """
 
 import random
+import sys
 from typing import Any
 
-import torch
+try:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    sys.exit(f"this example needs torch and transformers ({error}): pip install '.[transformers]'")
 from continuous_batching import Scheduler, Sequence
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage

@@ -9,12 +9,16 @@ Run it: pip install '.[transformers]' && python examples/paged_generation.py
 """
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    sys.exit(f"this example needs torch and transformers ({error}): pip install '.[transformers]'")
 
 from kv_pool import BlockHasher, KVCacheManager, Request
 from kv_pool.contiguous.defragmenter import Defragmenter

@@ -23,8 +23,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    sys.exit(f"this example needs torch and transformers ({error}): pip install '.[transformers]'")
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage

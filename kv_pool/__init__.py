@@ -27,12 +27,13 @@ from kv_pool.errors import (
     PinnedBlockError,
     PlanClosedError,
     PoolExhaustedError,
+    PoolTooLargeError,
     StaleLeaseError,
     TraceError,
     UnknownDeviceError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockHash, BlockMove
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -66,6 +67,7 @@ __all__ = [
     "AllocStatus",
     "AllocationResult",
     "BlockAllocationRequest",
+    "BlockHash",
     "BlockHashToBlockMap",
     "BlockHasher",
     "BlockInfo",
@@ -108,6 +110,7 @@ __all__ = [
     "PlaceholderRange",
     "PlanClosedError",
     "PoolExhaustedError",
+    "PoolTooLargeError",
     "Request",
     "RetentionDirective",
     "SlidingWindowSpec",

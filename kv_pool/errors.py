@@ -11,6 +11,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `InvalidTypeError` | `TypeError` | a value of the wrong type |
 | `InvalidBlockError` | `ValueError`, `AssertionError`, `RuntimeError` | a block in a wrong state |
 | `CorruptedPoolError` | `AssertionError`, `RuntimeError` | links or counters that contradict each other |
+| `PoolTooLargeError` | `MemoryError`, as `InvalidArgumentError` | a pool too large for the memory |
 | `PoolExhaustedError` | `MemoryError`, as `OutOfBlocksError` | an allocation that the adapter cannot serve |
 | `PinnedBlockError` | as `InvalidBlockError` | freeing or moving a pinned block |
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
@@ -26,11 +27,13 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PeerAuthenticationError` | `PermissionError`, as above | a node that does not know the secret |
 | `TransferFailedError` | as `MigrationError` | bytes that did not arrive, or not as they were sent |
 | `StaleTransferError` | as `MigrationError` | a lease that has ended, or blocks that were taken anew |
+| `InvalidContentError` | as `StaleTransferError` | content that was reported wrong while it was lent |
 | `MigrationInDoubtError` | as `MigrationError` | a move that its source has not confirmed |
 | `MigrationCancelledError` | as `MigrationError` | a migration that somebody cancelled |
 | `TierError` | `OSError` | a tier's folder or file that cannot be used |
 | `PoolDumpError` | `ValueError` | a dumped pool that cannot be loaded |
 | `TraceError` | `ValueError` | a trace that cannot be read; says file and line |
+| `WorkerLostError` | `RuntimeError` | a process of a sweep that ended before its replay did |
 | `EventStreamError` | `ValueError` | bytes that are no event batch or no sequence |
 | `EndpointError` | `OSError` | an address that cannot be bound or connected to |
 | `PublisherClosedError` | `RuntimeError` | events for a publisher that was closed |
@@ -53,6 +56,10 @@ class OutOfBlocksError(KVPoolError, ValueError):
 
 class InvalidArgumentError(KVPoolError, ValueError, AssertionError):
     """An argument that can not be meant, such as a negative count. Nothing has changed."""
+
+
+class PoolTooLargeError(InvalidArgumentError, MemoryError):
+    """A pool would need more memory than the machine has available. Nothing was allocated."""
 
 
 class GroupIdError(InvalidArgumentError, OverflowError):
@@ -143,6 +150,10 @@ class StaleTransferError(MigrationError):
     """The lease of a transfer has ended, or a block was taken anew since it was named."""
 
 
+class InvalidContentError(StaleTransferError):
+    """The source reported content wrong while it was lent. The target has kept nothing of the transfer."""
+
+
 class MigrationInDoubtError(MigrationError):
     """The blocks have arrived, but the source has not said that it gave them up: they may be in use there.
 
@@ -166,6 +177,10 @@ class TraceError(KVPoolError, ValueError):
     """A trace that cannot be read. The message starts with `file:line:` where a line is at fault."""
 
 
+class WorkerLostError(KVPoolError, RuntimeError):
+    """A worker process ended before its work did: it was killed, perhaps for want of memory."""
+
+
 class EventStreamError(KVPoolError, ValueError):
     """Bytes from an event stream that are not what they should be: no batch, no sequence, no event."""
 
@@ -180,6 +195,14 @@ class PublisherClosedError(KVPoolError, RuntimeError):
 
 class OutOfThreadsError(KVPoolError, RuntimeError):
     """The system starts no more threads: a limit of processes or threads, or too little memory."""
+
+
+def describe_install(extra: str) -> str:
+    """Return the command that installs an optional part of kv_pool, for messages.
+
+    kv_pool is on no package index yet, so it is installed from a checkout.
+    """
+    return f"pip install '.[{extra}]' in a checkout of kv_pool"
 
 
 class MissingDependencyError(KVPoolError, ImportError):

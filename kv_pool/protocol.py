@@ -45,8 +45,10 @@ class BlockInfo:
 
     Attributes:
         ref_count: how many hold the block; 0 for a free one.
-        sequence_id: of those that hold it, the one that has held it longest; `NO_SEQUENCE` for none.
-        last_access_time: of that sequence, in seconds of the pool's clock; 0.0 for none.
+        sequence_id: the sequence that has held it longest; `NO_SEQUENCE` for none.
+        last_access_time: when any sequence that holds it was last used, in seconds of the pool's clock; 0.0
+            for none.
+        sequence_ids: all sequences that hold it, the one that has held it longest first.
     """
 
     block_id: int
@@ -55,6 +57,7 @@ class BlockInfo:
     device_id: int
     is_pinned: bool
     last_access_time: float
+    sequence_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

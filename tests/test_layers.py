@@ -12,7 +12,10 @@ LAYERS = {
     "errors": 0,
     "documentation": 0,
     "version": 0,
+    "machine_memory": 0,
     "core": 1,
+    "foreign_bytes": 1,
+    "regular_files": 1,
     "threads": 1,
     "contiguous": 2,
     "events": 2,
@@ -27,6 +30,7 @@ LAYERS = {
     "control": 6,
     "cli": 7,
     "integrations": 7,
+    "__main__": 8,
 }
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "base"}
 KEPT_OUT_OF_CORE = {"torch", "zmq", "time", "io", "pathlib"}

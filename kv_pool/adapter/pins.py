@@ -61,7 +61,7 @@ class Pins:
                 self._counts[block] = count
             else:
                 del self._counts[block]
-                self._hold.remove([block])
+        self._hold.remove([block for block, count in left.items() if not count])
         self._counts_before = {}
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-import msgspec
 import typer
 
+from kv_pool.cli.console import print_json
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 
@@ -24,7 +24,7 @@ def defrag(
     with ControlClient(socket, node=node) as client:
         report = client.defragment(max_moves, max_evictions)
     if json:
-        print(msgspec.json.encode(report).decode())
+        print_json(report)
         return
     print("Defragmentation complete:")
     print(f"  Moved Blocks: {report.moved_blocks}")

@@ -8,7 +8,7 @@ import msgspec
 from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.mirror import to_medium, to_wire_hash
+from kv_pool.events.held_blocks import to_medium, to_wire_hash
 from kv_pool.events.stream_items import (
     BatchesLost,
     PublisherRestarted,

@@ -4,26 +4,41 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from kv_pool.cli.console import print_json, print_table
+from kv_pool.cli.control_options import Json
+from kv_pool.cli.foreign_text import make_cell
 from kv_pool.core.mode import COMPILED
 from kv_pool.version import __version__
 
 _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd")
 
 
-def info() -> None:
+def info(json: Json = False) -> None:
     """Say whether the core runs compiled or plain, and the versions of everything."""
+    facts = {
+        "kv_pool": __version__,
+        "core": "compiled (mypyc)" if COMPILED else "plain Python",
+        "installed in": str(Path(__file__).parent.parent),
+        "Python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+    }
+    packages = {name: _find_version(name) for name in _PACKAGES}
+    if json:
+        print_json(facts | {"packages": packages})
+        return
     table = Table(show_header=False)
-    table.add_row("kv_pool", __version__)
-    table.add_row("core", "compiled (mypyc)" if COMPILED else "plain Python")
-    table.add_row("installed in", str(Path(__file__).parent.parent))
-    table.add_row("Python", f"{platform.python_implementation()} {platform.python_version()}")
-    table.add_row("platform", platform.platform())
-    for name in _PACKAGES:
-        try:
-            table.add_row(name, version(name))
-        except PackageNotFoundError:
-            table.add_row(name, "not installed")
-    Console().print(table)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    for name, value in {**facts, **packages}.items():
+        table.add_row(name, make_cell(value or "not installed"))
+    print_table(table)
+
+
+def _find_version(name: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

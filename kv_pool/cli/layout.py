@@ -2,10 +2,10 @@
 
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
+from kv_pool.cli.console import print_json
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_picture import check_can_draw, draw_layout
@@ -32,7 +32,7 @@ def layout(
     if output is not None:
         draw_layout(found, output)
     if json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
     elif output is None:
         print_layout(found, Console(), width)
     else:

@@ -2,54 +2,34 @@
 
 import sys
 
-from kv_pool.errors import KVPoolError
+from kv_pool.errors import KVPoolError, describe_install
+from kv_pool.version import __version__
 
 
 def main() -> None:
     """Run a sub-command. What the library refuses is one line on stderr and exit status 2."""
     try:
         import rich  # noqa: F401
-        import typer
+        import typer  # noqa: F401
     except ImportError:
-        sys.exit("kv-pool needs typer and rich: pip install 'kv_pool[cli]'")
-    from kv_pool.cli.defrag import defrag
-    from kv_pool.cli.events import events
-    from kv_pool.cli.info import info
-    from kv_pool.cli.layout import layout
-    from kv_pool.cli.migrate import migrate
-    from kv_pool.cli.migration_status import migration_status
-    from kv_pool.cli.peers import peers
-    from kv_pool.cli.replay import replay
-    from kv_pool.cli.sequences import sequences
-    from kv_pool.cli.serve import serve
-    from kv_pool.cli.stats import stats
-    from kv_pool.cli.sweep import sweep
-    from kv_pool.cli.tiers import tiers
+        sys.exit(f"kv-pool needs typer and rich: {describe_install('cli')}")
+    from kv_pool.cli.console import end_for_closed_output, prepare_streams, print_error
+    from kv_pool.cli.signals import EndedBySignal, end_on_signals, exit_at_once
+    from kv_pool.cli.sub_commands import make_command
 
-    app = typer.Typer(
-        name="kv-pool",
-        help="A KV-cache block pool with prefix caching: replay traces through it, watch a running one.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.command()(replay)
-    app.command()(sweep)
-    app.command()(serve)
-    app.command()(stats)
-    app.command()(defrag)
-    app.command()(layout)
-    app.command()(sequences)
-    app.command()(tiers)
-    app.command()(migrate)
-    app.command(name="migration-status")(migration_status)
-    app.command()(peers)
-    app.command()(events)
-    app.command()(info)
+    end_on_signals()
+    prepare_streams()
     try:
-        app()
+        try:
+            make_command(__version__)()
+        finally:
+            sys.stdout.flush()
+    except EndedBySignal as ended:
+        exit_at_once(ended.status)
+    except BrokenPipeError:
+        end_for_closed_output()
     except KVPoolError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(2)
 
 

@@ -3,14 +3,17 @@
 import time
 from typing import Annotated
 
-import msgspec
 import typer
+from rich.markup import escape
 from rich.progress import MofNCompleteColumn
 
 import kv_pool.errors as errors
+from kv_pool.cli.console import print_error, print_json
 from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.migration_lines import describe_bytes, describe_outcome
 from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.errors import InvalidArgumentError, KVPoolError, MigrationError
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
@@ -42,15 +45,14 @@ def migrate(
         status = client.migrate(number, target_node, is_move=not copy, max_bytes_per_s=rate)
         try:
             status = _follow(client, status)
-        except KeyboardInterrupt:
+        except EndedBySignal:
             client.cancel_migration(status.migration_id)
-            status = _follow(client, status)
-    if json:
-        print(msgspec.json.encode(status).decode())
-    elif status.phase is not MigrationPhase.FAILED:
-        print(describe_outcome(status))
-    if status.phase is not MigrationPhase.DONE:
-        _raise(status)
+            try:
+                _show(_follow(client, status), json)
+            except MigrationError as error:
+                print_error(error)
+            raise
+    _show(status, json)
 
 
 def parse_sequence_id(text: str) -> int | None:
@@ -64,7 +66,9 @@ def parse_sequence_id(text: str) -> int | None:
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
     """Show how far it is until it has ended."""
-    with make_progress_bar(f"{status.subject} to {status.peer}", MofNCompleteColumn()) as bar:
+    with make_progress_bar(
+        escape(escape_text(f"{status.subject} to {status.peer}")), MofNCompleteColumn()
+    ) as bar:
         task = bar.add_task("", total=None, live="")
         while not status.phase.is_ended:
             # The node has no way to tell us; a look costs it some microseconds.
@@ -79,10 +83,22 @@ def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
     return status
 
 
+def _show(status: MigrationStatus, json: bool) -> None:
+    """Print what came of the migration. Raises MigrationError where it was not done."""
+    if json:
+        print_json(status)
+    elif status.phase is not MigrationPhase.FAILED:
+        print(describe_outcome(status))
+    if status.phase is not MigrationPhase.DONE:
+        _raise(status)
+
+
 def _raise(status: MigrationStatus) -> None:
-    """As what the migration failed."""
+    """Raise the error as which the migration failed."""
     if status.phase is MigrationPhase.CANCELLED:
         raise errors.MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
     kind = getattr(errors, status.error, MigrationError)
     is_ours = isinstance(kind, type) and issubclass(kind, KVPoolError)
-    raise (kind if is_ours else MigrationError)(f"{status.subject} stays: {status.error_message}")
+    raise (kind if is_ours else MigrationError)(
+        f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}"
+    )

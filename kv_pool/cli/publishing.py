@@ -50,7 +50,7 @@ def read_publisher_config(
             if replay_endpoint is not None:
                 raise InvalidArgumentError("publish_replay is about missed events; give publish, too")
             return None
-        return PublisherConfig(endpoint=endpoint, replay_endpoint=replay_endpoint)
+        return PublisherConfig.for_routers(endpoint=endpoint, replay_endpoint=replay_endpoint)
     try:
         config = PublisherConfig.from_toml(config_file)
     except OSError as error:

@@ -5,19 +5,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import TaskProgressColumn
 from rich.table import Table
+from rich.text import Text
 
 from kv_pool.cli import options
+from kv_pool.cli.console import print_table
+from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.outputs import write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.event_feed import EventFeed
+from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.report import CallTimes, ReplayReport, write_json
+from kv_pool.replay.report import CallTimes, ReplayReport
+from kv_pool.replay.request_outcomes import write_outcomes
 from kv_pool.replay.simulator import PREEMPTIONS, TIER_WRITES, ReplaySettings, run_replay
 from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.trace import Trace
@@ -49,11 +54,11 @@ def replay(
     keep_prefix: options.KeepPrefix = 0,
     host_blocks: options.HostBlocks = 0,
     preempt: options.Preempt = PREEMPTIONS[0],
-    copy_rate: options.CopyRate = f"{EngineRates.copy_bytes_per_s / 1e9:.0f}GB",
+    copy_rate: options.CopyRate = options.DEFAULT_COPY_RATE,
     host_tier: options.HostTier = 0,
     disk_tier: options.DiskTier = 0,
     tier_write: options.TierWrite = TIER_WRITES[0],
-    disk_rate: options.DiskRate = f"{EngineRates.disk_bytes_per_s / 1e9:.0f}GB",
+    disk_rate: options.DiskRate = options.DEFAULT_DISK_RATE,
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: options.TimestampUnit = "ms",
@@ -73,6 +78,13 @@ def replay(
         ),
     ] = None,
     json: options.JsonFile = None,
+    requests: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write one line of JSON per request to this file: hits, blocks, wait, outcome.",
+        ),
+    ] = None,
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
     opened = Trace(trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
@@ -82,11 +94,13 @@ def replay(
         raise InvalidArgumentError(
             "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
         )
-    if (host_tier or disk_tier) and clock == "trace" and kv is None:
+    options.check_tiers(bool(host_tier or disk_tier), clock, kv)
+    if preempt == "swap" and not host_blocks:
         raise InvalidArgumentError(
-            "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "
-            "decide how long a copy takes"
+            "--preempt swap has no effect without --host-blocks: give both, or neither"
         )
+    if json is not None:
+        check_can_write(json)
     settings = ReplaySettings(
         trace=trace,
         num_blocks=num_blocks,
@@ -133,10 +147,11 @@ def replay(
                 f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
             )
 
-        report = run_replay(settings, show, feed)
+        on_outcome = None if requests is None else stack.enter_context(write_outcomes(requests))
+        report = run_replay(settings, show, feed, on_outcome)
     if json is not None:
-        write_json(report, json)
-    Console().print(make_table(report))
+        write_report(report, json)
+    print_table(make_table(report))
 
 
 def make_table(report: ReplayReport) -> Table:
@@ -145,13 +160,17 @@ def make_table(report: ReplayReport) -> Table:
     compiled = report.provenance is not None and report.provenance.compiled
     groups = str(report.settings.get("groups", "full"))
     table = Table(
-        title=f"{trace} through {report.num_blocks:,} blocks of {report.block_size} tokens",
-        caption=f"clock {report.clock}, {report.convention}, {'' if groups == 'full' else f'{groups}, '}"
-        f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s",
+        title=Text(
+            f"{escape_text(trace)} through {report.num_blocks:,} blocks of {report.block_size} tokens"
+        ),
+        caption=Text(
+            f"clock {report.clock}, {report.convention}, {'' if groups == 'full' else f'{groups}, '}"
+            f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s"
+        ),
         show_header=False,
     )
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     table.add_row("requests", f"{report.requests:,}", "")
     table.add_row("refused", f"{report.refused_requests:,}", "larger than the whole pool")
@@ -160,7 +179,7 @@ def make_table(report: ReplayReport) -> Table:
     if report.late_requests:
         table.add_row("late", f"{report.late_requests:,}", "timestamps that go backwards")
     if report.broken_lines:
-        table.add_row("broken lines", f"{report.broken_lines:,}", report.first_broken)
+        table.add_row("broken lines", f"{report.broken_lines:,}", make_cell(report.first_broken or ""))
     table.add_section()
     table.add_row(
         "token hit rate",

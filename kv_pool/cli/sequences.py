@@ -1,10 +1,9 @@
 """`kv-pool sequences`: what a running pool's blocks are held by."""
 
-import msgspec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kv_pool.cli.console import print_json, print_table
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 
@@ -14,11 +13,11 @@ def sequences(socket: Socket = None, node: Node = None, json: Json = False) -> N
     with ControlClient(socket, node=node) as client:
         found = client.list_sequences()
     if json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
         return
     table = Table(box=box.SIMPLE)
     for title in ("sequence", "blocks", "priority", "last used", ""):
-        table.add_column(title, justify="right" if title else "left")
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for sequence in found.sequences:
         table.add_row(
             str(sequence.sequence_id),
@@ -27,4 +26,4 @@ def sequences(socket: Socket = None, node: Node = None, json: Json = False) -> N
             f"{sequence.idle_s:.1f} s ago",
             "migrates" if sequence.is_migrating else "",
         )
-    Console().print(table)
+    print_table(table)

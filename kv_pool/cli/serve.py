@@ -1,8 +1,6 @@
 """`kv-pool serve`: a pool under a live replay, to be asked from a second terminal."""
 
-import os
 import select
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +12,7 @@ from rich.console import Console
 
 from kv_pool.cli import options
 from kv_pool.cli.publishing import describe_publisher, open_publisher
+from kv_pool.cli.signals import defer_signals
 from kv_pool.control.live_node import LiveNode
 from kv_pool.control.live_replay import LiveReplay
 from kv_pool.control.serve_settings import ServeSettings, check_is_node, read_settings
@@ -31,7 +30,7 @@ def serve(
     trace: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TRACE]",
+            metavar="TRACE",
             help=f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}. Default: {_DEFAULTS.trace}.",
         ),
     ] = None,
@@ -191,7 +190,7 @@ def serve(
         if replay.tiers is not None:
             stack.callback(replay.tiers.close)
             tiers = replay.tiers.get_report
-        asked_to_end = _catch_signals()
+        asked_to_end = stack.enter_context(defer_signals())
         node = None
         if settings.name is not None:
             node = stack.enter_context(LiveNode(replay.pool, settings, owner=replay))
@@ -245,14 +244,3 @@ def _describe(replay: LiveReplay) -> str:
         f"{statistics.fragmentation_rate:.1%} fragmented, {progress.requests_per_s:.1f} requests/s, "
         f"{progress.num_running} running, {progress.num_waiting} waiting"
     )
-
-
-def _catch_signals() -> int:
-    """A pipe that can be read once Ctrl-C, SIGTERM or a closed terminal has asked to end.
-
-    Nothing is interrupted by them: a thread that is just being started, or stopped, would be left behind.
-    """
-    readable, writable = os.pipe()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: os.write(writable, b"."))
-    return readable

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_pool.adapter.layout import PoolLayout
@@ -19,6 +18,7 @@ from kv_pool.control.layout_cells import (
     make_legend,
 )
 from kv_pool.errors import DrawingError
+from kv_pool.replay.output_file import find_drawing_obstacle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,12 +78,9 @@ def make_grid(num_cells: int) -> Grid:
 
 def check_can_draw(path: str) -> None:
     """Raise DrawingError if `draw_layout` could not draw to `path`."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise DrawingError("drawing needs matplotlib: pip install 'kv_pool[lab]'") from error
-    if not Path(path).absolute().parent.is_dir():
-        raise DrawingError(f"{path}: can not write the picture: no such folder")
+    obstacle = find_drawing_obstacle(path)
+    if obstacle is not None:
+        raise DrawingError(f"{path}: can not write the picture: {obstacle}")
 
 
 def draw_layout(layout: PoolLayout, path: str) -> None:

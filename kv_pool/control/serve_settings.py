@@ -8,6 +8,7 @@ import msgspec
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.regular_files import open_regular
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -117,11 +118,11 @@ def check_is_node(settings: ServeSettings) -> None:
 
 def _read_file(config: str) -> dict[str, object]:
     try:
-        with open(config, "rb") as file:
+        with open(open_regular(config), "rb") as file:
             found = tomllib.load(file)
     except OSError as error:
         raise InvalidArgumentError(f"{config}: can not read the settings: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{config}: this is no TOML: {error}") from error
     known = ServeSettings.__struct_fields__
     for name in found:

@@ -6,8 +6,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from kv_pool.control.messages import (
     encode_result,
 )
 from kv_pool.control.node_reports import SequenceList, SequenceReport, TierList
+from kv_pool.control.socket_lock import lock_socket
 from kv_pool.control.socket_path import make_folder, resolve_path
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.migration.workers import Workers
@@ -149,7 +150,7 @@ class ControlServer:
         make_folder(self.path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _lock_folder(self.path.parent):
+            with lock_socket(self.path, self._timeout_s):
                 self._make_room()
                 listener.bind(os.fspath(self.path))
                 # Nobody can connect before listen().
@@ -268,9 +269,9 @@ class ControlServer:
             else:
                 with self._guard:
                     result = self._carry_out(command)
+            return encode_result(result)
         except Exception as error:  # A pool's callback may raise anything; the server goes on.
             return encode_error(error)
-        return encode_result(result)
 
     def _carry_out_at_node(self, command: NodeCommand) -> Result:
         node = self._node
@@ -337,16 +338,3 @@ def list_sequences(pool: GPUKVPool) -> SequenceList:
                 for holder in pool.holdings.holders.values()
             ]
         )
-
-
-@contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """One server at a time looks who listens; of two that replace a dead one's socket one would be lost."""
-    import fcntl  # not everywhere, and only needed here
-
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

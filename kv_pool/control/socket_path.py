@@ -13,6 +13,8 @@ from kv_pool.errors import ControlError
 _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """What the kernel's address of a Unix socket has room for, without the null byte at its end."""
 
+_PROBE_S = 1.0
+
 _PLAIN, _PREFIX, _SUFFIX = "control.sock", "control-", ".sock"
 
 
@@ -34,6 +36,7 @@ def list_nodes() -> list[str]:
     names = []
     for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.settimeout(_PROBE_S)  # a stopped server with a full queue does not accept
             probe.connect(os.fspath(path))
             names.append(path.name[len(_PREFIX) : -len(_SUFFIX)])
     return sorted(names)

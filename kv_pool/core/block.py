@@ -22,8 +22,8 @@ class KVCacheBlock:
         ref_cnt: how many requests hold the block; 0 exactly while the block is in the free queue.
         block_hash: key under which the block is found by prefix; None when it is not cached.
         block_hash_num_tokens: tokens from the start of the sequence that the hash covers.
-        generation: changes whenever the block is taken anew, and with that its content; a reference to the
-            block from outside is to this content as long as the number is the same.
+        generation: advances when the block is reused, and when `evict_blocks` reports its content wrong; a
+            reference from outside is to the same content as long as the number is the same.
         prev_free_block, next_free_block: neighbours in the free queue; None when not linked.
         is_null: True for the pool's block 0, which stands for "no KV here" in a block table.
         pool: the pool that made the block, None for a bare block (or once its pool is gone).

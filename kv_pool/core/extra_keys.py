@@ -1,7 +1,7 @@
 """Extra keys: what, besides its tokens, decides whether a block's KV can be shared.
 
 Tagged as in vLLM 0.33, in this order: `("lora", name, path)`, one `("mm", identifier, offset)` per
-multimodal input that reaches into the block (offset = its start minus the block's, may be negative),
+multimodal input that reaches into the block, by offset (= its start minus the block's, may be negative),
 `("cache_salt", salt)` in the first block of a sequence only, and `("prompt_embeds", digest)` where the prompt
 was given as embeddings, the SHA-256 of the block's rows.
 """
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kv_pool.errors import InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
@@ -33,18 +33,15 @@ class CacheableRequest(Protocol):
 
     @property
     def mm_features(self) -> Sequence[Any] | None:
-        """Multimodal inputs by offset, each with `identifier` and `mm_position.offset`, `.length`."""
+        """Multimodal inputs, each with `identifier` and `mm_position.offset`, `.length`; in any order."""
 
     @property
     def cache_salt(self) -> str | None:
         """Only requests with the same salt share blocks."""
 
-    @property
-    def session_id(self) -> str | None:
-        """Goes into events."""
-
-    # Read where it is there: `prompt_embeds`, None or a tensor or array (num_tokens, hidden size), and with
-    # it `_prompt_embeds_per_block_hashes`, a dict that keeps each block's digest.
+    # Optional: `session_id`, a string or None, which goes into events; `prompt_embeds`, None or a tensor or
+    # array (num_tokens, hidden size), and with it `_prompt_embeds_per_block_hashes`, a dict that keeps each
+    # block's digest.
 
 
 def has_extra_keys(request: CacheableRequest) -> bool:
@@ -62,7 +59,7 @@ class ExtraKeysWalk:
 
     def __init__(self, request: CacheableRequest) -> None:
         self._request: CacheableRequest = request
-        self._features: Sequence[Any] = request.mm_features or ()
+        self._features: Sequence[Any] = _sort_by_offset(request.mm_features or ())
         self._num_passed: int = 0
         """Features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
@@ -99,6 +96,22 @@ class ExtraKeysWalk:
         return tuple(keys) if keys else None
 
 
+def _sort_by_offset(features: Sequence[Any]) -> Sequence[Any]:
+    """The features as they are if they are in order, as nearly always; a sorted copy if not."""
+    last: int | None = None
+    for feature in features:
+        offset: int = feature.mm_position.offset
+        if last is not None and offset < last:
+            return sorted(features, key=_get_offset)
+        last = offset
+    return features
+
+
+def _get_offset(feature: Any) -> int:
+    offset: int = feature.mm_position.offset
+    return offset
+
+
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:
     """The extra keys of the block that holds tokens `[start, end)` of `request`; None for none.
 
@@ -127,15 +140,22 @@ def check_announceable(request: CacheableRequest) -> None:
 
     Raises:
         InvalidTypeError: something is not there or not what it should be; says what.
+        InvalidArgumentError: text with a lone surrogate, which no event can carry.
     """
     try:
         find_extra_keys(request, 0, 1)
         lora = request.lora_request
-        read: list[Any] = [request.session_id, list(request.all_token_ids[0:0])]
+        session_id = getattr(request, "session_id", None)
+        read: list[Any] = [session_id, request.cache_salt, list(request.all_token_ids[0:0])]
         if lora:
-            read += [lora.adapter_id, lora.name]
+            read += [lora.adapter_id, lora.name, lora.lora_name]
         for feature in request.mm_features or ():
             read += [feature.identifier, feature.mm_position.offset + feature.mm_position.length]
+        for text in read:
+            if isinstance(text, str):
+                text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"the request can not be announced in an event: {error}") from error
     except (AttributeError, TypeError) as error:
         raise InvalidTypeError(f"the request can not be announced in an event: {error}") from error
 

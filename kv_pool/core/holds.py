@@ -105,12 +105,13 @@ class BlockHolds:
     def check_holdable(self, blocks: Iterable[KVCacheBlock], reason: str) -> dict[KVCacheBlock, None]:
         """The distinct blocks without null blocks. Raises what `BlockPool.hold` says."""
         listed = dict.fromkeys(blocks)
+        owner = self._owner
         nulls: list[KVCacheBlock] = []
         for block in listed:
             if block.is_null:
                 nulls.append(block)
-            elif block._owner is not self._owner or block.ref_cnt < 1:
-                why = "free" if block._owner is self._owner else "not one of this pool"
+            elif block._owner is not owner or block.ref_cnt < 1:
+                why = "free" if block._owner is owner else "not one of this pool"
                 raise InvalidBlockError(
                     f"block {block.block_id} is {why} and cannot be held as {reason}; take or touch it first"
                 )

@@ -1,16 +1,18 @@
 """`BlockPoolCore`: who holds which block, and which free block is next. Use `kv_pool.BlockPool`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds, Hold
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.core.prefix_cache import (
     EVICTING,
     NOTHING,
@@ -66,6 +68,7 @@ class BlockPoolCore(PrefixCache):
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
+        check_fits_memory(num_gpu_blocks)
         blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         super().__init__(
             blocks,
@@ -274,17 +277,20 @@ class BlockPoolCore(PrefixCache):
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make these blocks unfindable, free or in use; references and queue places stay as they are.
 
+        Their content counts as wrong: each `generation` advances, so that a transfer that reads one of them
+        fails instead of delivering it.
+
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
         listed: list[Any] = list(block_ids)
-        num_blocks: i64 = self.num_gpu_blocks
+        num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
         for element in listed:
             if not isinstance(element, int):
                 raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(element).__name__}")
-            block_id: i64 = element
+            block_id: int = element
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
@@ -295,12 +301,27 @@ class BlockPoolCore(PrefixCache):
         evicted = [self.blocks[element] for element in listed]
         try:
             for block in evicted:
+                block.generation += 1
                 self._maybe_evict_cached_block(block)
         except BaseException:
             self._unfinished_blocks = evicted
             self._unfinished = EVICTING
             self._recover()
             raise
+
+    def iter_cached_keys(self) -> Iterator[CachedKey]:
+        """Iterate over what is cached now: each hash once for each KV cache group, in no particular order.
+
+        The keys are those of the moment of the call; what is cached or evicted later does not change them.
+
+            >>> from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+            >>> manager = KVCacheManager(BlockPool(10, True, 4))
+            >>> request = Request("r", range(9), BlockHasher("sha256_cbor", block_size=4))
+            >>> _ = manager.allocate_slots(request, 9)
+            >>> sorted(key.block_hash.hex()[:8] for key in manager.block_pool.iter_cached_keys())
+            ['22b53a0c', 'bd29abb2']
+        """
+        return iter_cached_keys(self.cached_block_hash_to_block, self._make_external_hash)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash, as after a change of weights. One `AllBlocksCleared`.
@@ -369,7 +390,8 @@ class BlockPoolCore(PrefixCache):
         """
         if self._unfinished != NOTHING:
             self._recover()
-        self.holds.check_movable({block_id for pair in pairs for block_id in pair})
+        if self.holds.list_holds():
+            self.holds.check_movable({block_id for pair in pairs for block_id in pair})
         old = self.blocks
         num_blocks = len(old)
         new = list(old)

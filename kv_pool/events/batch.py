@@ -4,7 +4,6 @@ What is sent is strict and what is read is not: publishers in the field send eve
 June 2026, as arrays, and a reader that stops at the first event it does not know has lost the stream.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,22 +26,79 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class DecodedBatch:
     """A batch as it was read.
 
     Attributes:
         ts, data_parallel_rank: as in `KVEventBatch`.
-        events: those that could be read, in order.
-        num_dropped: events that could not: of an unknown type, or malformed.
+        num_dropped: events that could not be read: of an unknown type, or malformed.
         first_drop_reason: what was wrong with the first of those, None when none was dropped.
+        unread_events: the events, with `token_ids` perhaps still a `msgspec.Raw`; for readers that do not
+            look at tokens, or read them from bytes. `events` replaces it.
     """
 
-    ts: float
-    events: list[KVCacheEvent]
-    data_parallel_rank: int | None
-    num_dropped: int = 0
-    first_drop_reason: str | None = None
+    __slots__ = (
+        "_has_raw_tokens",
+        "data_parallel_rank",
+        "first_drop_reason",
+        "num_dropped",
+        "ts",
+        "unread_events",
+    )
+
+    def __init__(
+        self,
+        ts: float,
+        events: list[KVCacheEvent],
+        data_parallel_rank: int | None,
+        num_dropped: int = 0,
+        first_drop_reason: str | None = None,
+        has_raw_tokens: bool = False,
+    ) -> None:
+        self.ts = ts
+        self.unread_events = events
+        self.data_parallel_rank = data_parallel_rank
+        self.num_dropped = num_dropped
+        self.first_drop_reason = first_drop_reason
+        self._has_raw_tokens = has_raw_tokens
+
+    @property
+    def events(self) -> list[KVCacheEvent]:
+        """The events that could be read, in order. Token ids are decoded at the first access."""
+        if self._has_raw_tokens:
+            self._read_tokens()
+        return self.unread_events
+
+    def _read_tokens(self) -> None:
+        events: list[KVCacheEvent] = []
+        for event in self.unread_events:
+            if isinstance(event, _UnreadStored):
+                try:
+                    event.token_ids = _TOKENS_DECODER.decode(event.token_ids)  # type: ignore[assignment]
+                except _UNREADABLE as error:
+                    self.num_dropped += 1
+                    self.first_drop_reason = self.first_drop_reason or f"{error} - at `$.token_ids`"
+                    continue
+                event.__class__ = BlockStored  # type: ignore[assignment]
+            events.append(event)
+        self.unread_events = events
+        self._has_raw_tokens = False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DecodedBatch):
+            return NotImplemented
+        return self._key() == other._key()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"DecodedBatch(ts={self.ts}, events={self.events}, data_parallel_rank={self.data_parallel_rank}, "
+            f"num_dropped={self.num_dropped}, first_drop_reason={self.first_drop_reason!r})"
+        )
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.ts, self.events, self.data_parallel_rank, self.num_dropped, self.first_drop_reason
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
@@ -80,18 +136,37 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     Cost: one pass in C when every event is a well-formed map, a Python loop over the events if not, or if
         the batch is a snapshot's size: other threads run in between.
     """
+    batch = decode_lazily(payload)
+    batch.events  # noqa: B018 - decodes the tokens, and drops stores whose tokens are none
+    return batch
+
+
+def decode_lazily(payload: bytes) -> DecodedBatch:
+    """Read a batch as `decode_batch` does, its token ids later: when its `events` are first looked at.
+
+    Tokens make up most of a store, and a mirror of hashes has no use for them.
+
+    Raises:
+        EventStreamError: this is not a batch.
+    """
     try:
         if len(payload) >= _LARGE_BYTES:
             raw_batch = _RAW_DECODER.decode(payload)
             events: list[KVCacheEvent] = [_EVENT_DECODER.decode(raw_event) for raw_event in raw_batch.events]
-            return DecodedBatch(raw_batch.ts, events, raw_batch.data_parallel_rank)
+            return DecodedBatch(raw_batch.ts, events, raw_batch.data_parallel_rank, has_raw_tokens=True)
         batch = _DECODER.decode(payload)
     except _UNREADABLE:
         return _decode_loosely(payload)
-    return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank)
+    return DecodedBatch(batch.ts, list(batch.events), batch.data_parallel_rank, has_raw_tokens=True)
 
 
-_Event = BlockStored | BlockRemoved | AllBlocksCleared
+class _UnreadStored(BlockStored, tag="BlockStored"):
+    """A `BlockStored` whose tokens are still bytes."""
+
+    token_ids: msgspec.Raw  # type: ignore[assignment]
+
+
+_Event = _UnreadStored | BlockRemoved | AllBlocksCleared
 
 
 class _TypedBatch(msgspec.Struct, array_like=True):
@@ -119,6 +194,7 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
 _RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
+_TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 _EVENT_TYPES: dict[str, type[KVCacheEvent]] = {

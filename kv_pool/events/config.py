@@ -10,6 +10,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.endpoints import check_endpoint, offset_endpoint
+from kv_pool.regular_files import open_regular
 
 SPEC_KINDS = (
     "full_attention",
@@ -140,6 +141,21 @@ class PublisherConfig:
             )
         self._check_curve()
 
+    @classmethod
+    def for_routers(cls, **settings: Any) -> Self:
+        """What routers and indexers need: replay, numbers from the clock, a heartbeat each second.
+
+        Give the publisher a `StreamState()`, too: without one there are no snapshots, and copies are
+        announced one by one. `settings` are those of the class, and win.
+
+            >>> config = PublisherConfig.for_routers(endpoint="tcp://*:6000", replay_endpoint="tcp://*:6100")
+            >>> config.first_sequence, config.heartbeat_s
+            ('clock', 1.0)
+
+        The ports of the default endpoints leave room for 100 data-parallel ranks each.
+        """
+        return cls(**{**_FOR_ROUTERS, **settings})
+
     @property
     def rank_endpoint(self) -> str:
         """The endpoint of this rank, as configured: port 0 is still 0."""
@@ -191,10 +207,10 @@ class PublisherConfig:
             InvalidArgumentError: no such table, no TOML, or as `from_mapping`; the message names the file.
             OSError: the file can not be read.
         """
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             try:
                 found: Any = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidArgumentError(f"{path}: not TOML: {error}") from error
         for name in table.split("."):
             if not isinstance(found, dict) or name not in found:
@@ -221,6 +237,12 @@ class PublisherConfig:
                     f"endpoint {endpoint!r} stays in this process; CURVE is for tcp and ipc"
                 )
 
+
+_FOR_ROUTERS: dict[str, Any] = {
+    "replay_endpoint": "tcp://127.0.0.1:5657",
+    "first_sequence": "clock",
+    "heartbeat_s": 1.0,
+}
 
 _LEAST = {
     "buffer_steps": 1,

@@ -1,9 +1,11 @@
 """CURVE keys: a reader's, and those in the files that `zmq.auth.create_certificates` writes."""
 
+import os
 from os import PathLike, fspath
 from typing import NamedTuple
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.regular_files import open_regular
 
 _KEY_BYTES = 40
 
@@ -61,6 +63,7 @@ def _load(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes | None]:
     import zmq.auth
 
     try:
+        os.close(open_regular(path))  # a pipe would be waited for
         public_key, secret_key = zmq.auth.load_certificate(fspath(path))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"{name} {path}: {error}") from error

@@ -42,7 +42,7 @@ def apply_item(mirror: PrefixMirror, item: StreamItem, publisher_id: str) -> Non
     """
     match item:
         case ReceivedBatch():
-            mirror.apply(publisher_id, item.batch.events)
+            mirror.apply(publisher_id, item.batch.unread_events)
         case BatchesLost(is_healed=False) | PublisherRestarted():
             mirror.clear_publisher(publisher_id)
         case _:

@@ -47,6 +47,7 @@ class LiveBacklog:
         self._since_mark = 0
         self._spans: deque[tuple[Any, int]] = deque()
         self._peak = 0
+        self._trim_at = float("inf")  # a moment after a drop, when ZeroMQ has freed what it held
 
     def send(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
         """Send a batch; then, once per MiB, disconnect subscribers while more is unread than may be."""
@@ -54,9 +55,11 @@ class LiveBacklog:
         if self._since_mark < GRAIN_BYTES:
             self._sockets.live.send_multipart([topic, sequence, payload])
             return
-        tracker = self._sockets.live.send_multipart([topic, sequence, payload], copy=False, track=True)
-        self._spans.append((tracker, self._since_mark))
+        frame = zmq.Frame(payload, track=True, copy=False)
+        self._spans.append((frame.tracker, self._since_mark))
         self._since_mark = 0
+        self._sockets.live.send_multipart([topic, sequence, frame], copy=False)
+        del frame  # ZeroMQ has let go of the message when this object has, too
         while self.count() > self._max_unread_bytes and self._sockets.connections.cut_slowest():
             self.num_dropped += 1
             if is_worth_logging(self.num_dropped):
@@ -67,12 +70,14 @@ class LiveBacklog:
                     self._max_unread_bytes,
                 )
             self._wait_for_less()
+            self._trim_at = time.monotonic() + _LOOK_AGAIN_S
+        if time.monotonic() >= self._trim_at:
             self.free()
 
     @property
     def look_again_s(self) -> float:
         """When an idle publisher is to call `free`: after this time, or never."""
-        return _LOOK_AGAIN_S if self._spans else float("inf")
+        return _LOOK_AGAIN_S if self._spans or self._trim_at < float("inf") else float("inf")
 
     def count(self) -> int:
         """Count the bytes of the spans that are unread."""
@@ -84,9 +89,10 @@ class LiveBacklog:
     def free(self) -> None:
         """Free what was held for connections that are closed, and give that memory back to the system."""
         self._sockets.live.getsockopt(zmq.EVENTS)  # this call frees it
-        if self._peak - self.count() >= GRAIN_BYTES:
+        if self._peak - self.count() >= GRAIN_BYTES or time.monotonic() >= self._trim_at:
             return_free_memory()
             self._peak = 0
+            self._trim_at = float("inf")
 
     def _wait_for_less(self) -> None:
         """Wait until what was held for a closed connection is freed, for a moment at most."""

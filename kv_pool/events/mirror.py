@@ -2,22 +2,24 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from operator import or_
 from typing import Any
 
-from kv_pool.core.block_keys import make_external_block_hashes
-from kv_pool.core.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockReported, BlockStored
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.events.held_blocks import HolderTable, HolderTables, TrackedPublisher, to_wire_hashes
 from kv_pool.events.token_keys import chain_keys, root_key
 from kv_pool.ids import ExternalBlockHash
 
-PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of groups whose leading blocks are a prefix. A window drops its first blocks, for instance."""
+MAX_PLACES = 32
+"""Default of `PrefixMirror.max_places`."""
 
-_NO_KIND = frozenset({None, "unknown"})
-_MAX_64 = 2**64 - 1
+MAX_BLOCK_SIZES = 8
+"""Default of `PrefixMirror.max_block_sizes`."""
+
+_CLEAR_AT_ONCE = 4096
 # Enough that the loop over blocks runs in C, few enough that a miss at the start ends it soon.
 _LOOK_UP_AT_ONCE = 32
 
@@ -32,6 +34,9 @@ class PublisherCounts:
         num_stored_again: stores of a hash that was held already: copies, and hits reported.
         num_removed_unknown: removals of a hash that was not held; after a loss they are expected.
         num_unknown_parents: stores of which the tokens can not be placed, since their parent is not known.
+        num_refused: blocks of stores in more groups and media than `max_places`, or in a medium with a name
+            of more than 64 characters; they are not held.
+        num_refused_sizes: blocks of more sizes than `max_block_sizes`; they are not found by tokens.
         num_remote: events about blocks that are somewhere else, left out.
         num_clears: `AllBlocksCleared` events.
     """
@@ -42,6 +47,8 @@ class PublisherCounts:
     num_stored_again: int = 0
     num_removed_unknown: int = 0
     num_unknown_parents: int = 0
+    num_refused: int = 0
+    num_refused_sizes: int = 0
     num_remote: int = 0
     num_clears: int = 0
 
@@ -69,22 +76,32 @@ class PrefixMirror:
         learns_tokens: also make blocks findable by tokens (`find_prefix_of_tokens`), whatever the engine
             hashes with. Costs about as much again, in time and memory.
         counts_copies: the default of `add_publisher`.
+        max_places: groups and media in which one publisher's blocks are held at a time. Each costs every
+            lookup a pass, so a publisher must not name any number of them.
+        max_block_sizes: sizes of blocks that are found by tokens, of one publisher until its next clear.
 
     Calls that change may come from any thread. Lookups take no lock: they see each block as it was before or
     after a change that runs meanwhile.
     Memory: 90 to 120 bytes for each block and publisher that holds it, twice that with tokens.
     """
 
-    def __init__(self, learns_tokens: bool = False, counts_copies: bool = False) -> None:
+    def __init__(
+        self,
+        learns_tokens: bool = False,
+        counts_copies: bool = False,
+        max_places: int = MAX_PLACES,
+        max_block_sizes: int = MAX_BLOCK_SIZES,
+    ) -> None:
+        if max_places < 1 or max_block_sizes < 1:
+            raise InvalidArgumentError(
+                f"max_places is {max_places}, max_block_sizes {max_block_sizes}; each is at least 1"
+            )
         self.learns_tokens = learns_tokens
         self.counts_copies = counts_copies
-        self._publishers: dict[str, _Publisher] = {}
+        self._publishers: dict[str, TrackedPublisher] = {}
         self._id_of_bit: dict[int, str] = {}
         self._all_bits = 0
-        self._tables: dict[tuple[int, str], _Table] = {}
-        # Sets of publishers as they occur, so that equal ones are one object.
-        self._bit_sets: dict[int, int] = {}
-        self._block_sizes: tuple[int, ...] = ()
+        self._held = HolderTables(learns_tokens, max_places, max_block_sizes)
         self._lock = threading.Lock()
 
     # ---- changes ---------------------------------------------------------------------------------
@@ -118,9 +135,9 @@ class PrefixMirror:
             publisher.counts.num_batches += 1
             for event in events:
                 if isinstance(event, BlockStored):
-                    self._apply_stored(publisher, event)
+                    self._held.apply_stored(publisher, event)
                 elif isinstance(event, BlockRemoved):
-                    self._apply_removed(publisher, event)
+                    self._held.apply_removed(publisher, event)
                 elif isinstance(event, AllBlocksCleared):
                     publisher.counts.num_clears += 1
                     self._let_go_of_all(publisher)
@@ -215,7 +232,7 @@ class PrefixMirror:
             raise InvalidArgumentError("to find tokens, make the mirror with learns_tokens=True")
         lookups = [table.token_holders.get for table in self._choose_tables(group, medium)]
         found: dict[str, int] = {}
-        for block_size in self._block_sizes if lookups else ():
+        for block_size in self._held.block_sizes if lookups else ():
             keys = chain_keys(root_key(lora_name), token_ids, block_size, extra_keys, lora_name)
             for publisher_id, num_blocks in self._count_leading(lookups, keys).items():
                 found[publisher_id] = max(found.get(publisher_id, 0), num_blocks * block_size)
@@ -235,7 +252,8 @@ class PrefixMirror:
 
     def counts_of(self, publisher_id: str) -> PublisherCounts:
         """What its events did. Raises InvalidArgumentError for an unknown one."""
-        return self._known(publisher_id).counts
+        counts: PublisherCounts = self._known(publisher_id).counts
+        return counts
 
     def state_of(self, publisher_id: str) -> set[tuple[int, str, int]]:
         """All it holds as (group, medium, hash); the empty set for an unknown one. O(what it holds)."""
@@ -251,46 +269,45 @@ class PrefixMirror:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _known(self, publisher_id: str) -> "_Publisher":
+    def _known(self, publisher_id: str) -> TrackedPublisher:
         try:
             return self._publishers[publisher_id]
         except KeyError:
             raise InvalidArgumentError(f"no publisher {publisher_id!r} is known here") from None
 
-    def _get_publisher(self, publisher_id: str, counts_copies: bool | None) -> "_Publisher":
+    def _get_publisher(self, publisher_id: str, counts_copies: bool | None) -> TrackedPublisher:
         publisher = self._publishers.get(publisher_id)
         if publisher is None:
             bit = 1
             while bit & self._all_bits:
                 bit <<= 1
             counting = self.counts_copies if counts_copies is None else counts_copies
-            publisher = self._publishers[publisher_id] = _Publisher(bit, counting)
+            publisher = self._publishers[publisher_id] = TrackedPublisher(bit, counting, PublisherCounts())
             self._id_of_bit[bit] = publisher_id
             self._all_bits |= bit
         return publisher
 
-    def _get_held(self, publisher: "_Publisher", group: int, medium: str) -> "_Held":
-        held = publisher.held.get((group, medium))
-        if held is None:
-            held = publisher.held[group, medium] = _Held()
-            if is_prefix_group(group, publisher.kinds.get(group)):
-                held.table = self._get_table(group, medium)
-        return held
+    def _let_go_of_all(self, publisher: TrackedPublisher) -> None:
+        """Forget what a publisher holds, in portions, so that other threads can run in between."""
+        for (group, medium), held in publisher.held.items():
+            table = held.table
+            if table is not None:
+                blocks = list(held.keys.items())
+                for start in range(0, len(blocks), _CLEAR_AT_ONCE):
+                    self._held.leave_table(publisher, table, blocks[start : start + _CLEAR_AT_ONCE])
+            self._held.release_table(group, medium, held)
+        publisher.held.clear()
+        self._held.release_block_sizes(publisher)
+        if len(publisher.prefix_groups) >= self._held.max_places:
+            publisher.prefix_groups.clear()
 
-    def _get_table(self, group: int, medium: str) -> "_Table":
-        table = self._tables.get((group, medium))
-        if table is None:
-            # A new dict, since lookups may be walking the old one.
-            self._tables = {**self._tables, (group, medium): (table := _Table())}
-        return table
-
-    def _choose_tables(self, group: int | None, medium: str | None) -> list["_Table"]:
+    def _choose_tables(self, group: int | None, medium: str | None) -> list[HolderTable]:
         if group is None and medium is None:
-            return list(self._tables.values())
+            return list(self._held.tables.values())
         wanted = None if medium is None else medium.upper()
         return [
             table
-            for (its_group, its_medium), table in self._tables.items()
+            for (its_group, its_medium), table in self._held.tables.items()
             if group in (None, its_group) and wanted in (None, its_medium)
         ]
 
@@ -327,214 +344,6 @@ class PrefixMirror:
             if publisher_id is not None:  # not removed meanwhile
                 found[publisher_id] = position
 
-    def _apply_stored(self, publisher: "_Publisher", event: BlockStored) -> None:
-        counts = publisher.counts
-        if is_elsewhere(event.locality):
-            counts.num_remote += 1
-            return
-        group = event.group_idx or 0
-        kind = event.kv_cache_spec_kind
-        if kind not in _NO_KIND and publisher.kinds.get(group) != kind:
-            self._learn_kind(publisher, group, str(kind))
-        held = self._get_held(publisher, group, to_medium(event.medium))
-        token_keys: list[int | None] | None = None
-        if self.learns_tokens:
-            token_keys = self._name_blocks(publisher, group, held, event)
-        keys = held.keys
-        bit = publisher.bit
-        holders = None if held.table is None else held.table.holders
-        counting = publisher.counts_copies and not isinstance(event, BlockReported)
-        num_stored = 0
-        for position, block_hash in enumerate(event.block_hashes):
-            if not isinstance(block_hash, int) or block_hash < 0:
-                block_hash = to_wire_hash(block_hash)
-            token_key = None if token_keys is None else token_keys[position]
-            if block_hash in keys:
-                counts.num_stored_again += 1
-                if counting:
-                    held.copies[block_hash] = held.copies.get(block_hash, 0) + 1
-                if token_key is not None and keys[block_hash] is None:
-                    keys[block_hash] = token_key  # what could not be placed the first time
-                    self._add_token_key(held, bit, token_key)
-                continue
-            keys[block_hash] = token_key
-            num_stored += 1
-            if holders is not None:
-                bits = holders.get(block_hash)
-                holders[block_hash] = bit if bits is None else self._one_object(bits | bit)
-            if token_key is not None:
-                self._add_token_key(held, bit, token_key)
-        counts.num_stored += num_stored
-
-    def _apply_removed(self, publisher: "_Publisher", event: BlockRemoved) -> None:
-        counts = publisher.counts
-        if is_elsewhere(event.locality):
-            counts.num_remote += 1
-            return
-        held = publisher.held.get((event.group_idx or 0, to_medium(event.medium)))
-        for block_hash in event.block_hashes:
-            wire_hash = to_wire_hash(block_hash)
-            if held is None or wire_hash not in held.keys:
-                counts.num_removed_unknown += 1
-                continue
-            if held.copies:
-                copies = held.copies.get(wire_hash, 0)
-                if copies:
-                    if copies == 1:
-                        del held.copies[wire_hash]
-                    else:
-                        held.copies[wire_hash] = copies - 1
-                    continue
-            token_key = held.keys.pop(wire_hash)
-            counts.num_removed += 1
-            if held.table is not None:
-                self._take_bit(held.table.holders, wire_hash, publisher.bit)
-            if token_key is not None:
-                self._drop_token_key(held, publisher.bit, token_key)
-
-    def _name_blocks(
-        self, publisher: "_Publisher", group: int, held: "_Held", event: BlockStored
-    ) -> list[int | None] | None:
-        """The token keys of the event's blocks; None where they can not be known."""
-        num_blocks = len(event.block_hashes)
-        block_size = event.block_size
-        if not event.token_ids:
-            # A block that moved to another medium may come without tokens, but its hash says which it is.
-            return [publisher.find_token_key(group, to_wire_hash(one)) for one in event.block_hashes]
-        if block_size < 1 or len(event.token_ids) != num_blocks * block_size:
-            return None  # blocks were left out of the span: which tokens are whose is not known
-        parent: int | None
-        if event.parent_block_hash is None:
-            parent = root_key(event.lora_name)
-        else:
-            parent_hash = to_wire_hash(event.parent_block_hash)
-            parent = held.keys.get(parent_hash)
-            if parent is None:
-                parent = publisher.find_token_key(group, parent_hash)
-            if parent is None:
-                publisher.counts.num_unknown_parents += 1
-                return None
-        try:
-            keys = chain_keys(parent, event.token_ids, block_size, event.extra_keys, event.lora_name)
-        except InvalidArgumentError:
-            return None  # placeholders below 0 in place of tokens
-        if block_size not in self._block_sizes:
-            self._block_sizes = (*self._block_sizes, block_size)
-        return [*keys]
-
-    def _add_token_key(self, held: "_Held", bit: int, token_key: int) -> None:
-        if token_key in held.num_by_token_key:
-            held.num_by_token_key[token_key] += 1
-            return
-        held.num_by_token_key[token_key] = 1
-        if held.table is not None:
-            holders = held.table.token_holders
-            bits = holders.get(token_key)
-            holders[token_key] = bit if bits is None else self._one_object(bits | bit)
-
-    def _drop_token_key(self, held: "_Held", bit: int, token_key: int) -> None:
-        # Several hashes may lead to one key: the engine may hash more than we know of.
-        num_left = held.num_by_token_key[token_key] - 1
-        if num_left:
-            held.num_by_token_key[token_key] = num_left
-            return
-        del held.num_by_token_key[token_key]
-        if held.table is not None:
-            self._take_bit(held.table.token_holders, token_key, bit)
-
-    def _take_bit(self, holders: dict[int, int], key: int, bit: int) -> None:
-        bits = holders[key] & ~bit
-        if bits:
-            holders[key] = self._one_object(bits)
-        else:
-            del holders[key]
-
-    def _one_object(self, bits: int) -> int:
-        if len(self._bit_sets) > 65536:
-            self._bit_sets.clear()
-        return self._bit_sets.setdefault(bits, bits)
-
-    def _learn_kind(self, publisher: "_Publisher", group: int, kind: str) -> None:
-        """A group's blocks are looked up from now on, or no longer, if its kind says so."""
-        publisher.kinds[group] = kind
-        for (its_group, medium), held in publisher.held.items():
-            if its_group != group or is_prefix_group(group, kind) == (held.table is not None):
-                continue
-            if held.table is not None:
-                self._leave_table(publisher, held)
-                held.table = None
-            else:
-                held.table = self._get_table(group, medium)
-                for holders, keys in (
-                    (held.table.holders, held.keys),
-                    (held.table.token_holders, held.num_by_token_key),
-                ):
-                    for key in keys:
-                        holders[key] = self._one_object(holders.get(key, 0) | publisher.bit)
-
-    def _let_go_of_all(self, publisher: "_Publisher") -> None:
-        for held in publisher.held.values():
-            self._leave_table(publisher, held)
-        publisher.held.clear()
-
-    def _leave_table(self, publisher: "_Publisher", held: "_Held") -> None:
-        if held.table is None:
-            return
-        bit = publisher.bit
-        for holders, keys in (
-            (held.table.holders, held.keys),
-            (held.table.token_holders, held.num_by_token_key),
-        ):
-            for key in keys:
-                bits = holders[key]
-                if bits == bit:
-                    del holders[key]
-                else:
-                    holders[key] = self._one_object(bits & ~bit)
-
-
-@dataclass(slots=True)
-class _Table:
-    """Who holds what in one group and medium: a bit per publisher."""
-
-    holders: dict[int, int] = field(default_factory=dict)
-    token_holders: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Held:
-    """What one publisher holds in one group and medium.
-
-    Attributes:
-        keys: hash -> the key of its tokens, None where that is not known.
-        copies: hash -> copies beyond the first.
-        num_by_token_key: key -> how many hashes lead to it.
-        table: where it is looked up; None for groups that are not.
-    """
-
-    keys: dict[int, int | None] = field(default_factory=dict)
-    copies: dict[int, int] = field(default_factory=dict)
-    num_by_token_key: dict[int, int] = field(default_factory=dict)
-    table: _Table | None = None
-
-
-@dataclass(slots=True)
-class _Publisher:
-    bit: int
-    counts_copies: bool
-    held: dict[tuple[int, str], _Held] = field(default_factory=dict)
-    kinds: dict[int, str] = field(default_factory=dict)
-    counts: PublisherCounts = field(default_factory=PublisherCounts)
-
-    def find_token_key(self, group: int, block_hash: int) -> int | None:
-        """The key of this hash in any medium of the group."""
-        for (its_group, _), held in self.held.items():
-            if its_group == group:
-                token_key = held.keys.get(block_hash)
-                if token_key is not None:
-                    return token_key
-        return None
-
 
 def find_holders(lookups: Sequence[Callable[[int, int], int]], keys: Sequence[int]) -> list[int]:
     """For each key the publishers that hold it in any of the tables, as bits."""
@@ -542,40 +351,3 @@ def find_holders(lookups: Sequence[Callable[[int, int], int]], keys: Sequence[in
     for look_up in lookups[1:]:
         held_by = list(map(or_, held_by, map(look_up, keys, repeat(0))))
     return held_by
-
-
-def is_prefix_group(group: int, kind: str | None) -> bool:
-    """Are the leading blocks of this group a prefix that can be hit? Without a kind: those of group 0."""
-    return group == 0 if kind is None else kind in PREFIX_KINDS
-
-
-def is_elsewhere(locality: str | None) -> bool:
-    """Is the event about blocks that are not at the publisher?"""
-    return locality is not None and locality.upper() != "LOCAL"
-
-
-def to_medium(medium: str | None) -> str:
-    """The medium's name in upper case; GPU for none."""
-    return MEDIUM_GPU if medium is None or medium == MEDIUM_GPU else medium.upper()
-
-
-def to_wire_hash(block_hash: ExternalBlockHash) -> int:
-    """A block hash as an unsigned 64-bit number. Raises InvalidTypeError."""
-    if isinstance(block_hash, int):
-        return block_hash & _MAX_64
-    if isinstance(block_hash, bytes):
-        return int.from_bytes(block_hash[-8:], "big")
-    raise InvalidTypeError(f"a block hash is a {type(block_hash).__name__}; hashes are ints or bytes")
-
-
-def to_wire_hashes(block_hashes: Sequence[ExternalBlockHash]) -> Sequence[int]:
-    """The hashes of a sequence as unsigned 64-bit numbers; the same object if they are. All of one type."""
-    listed: Any = block_hashes.tolist() if hasattr(block_hashes, "tolist") else block_hashes
-    if isinstance(listed[0], bytes):
-        return make_external_block_hashes(listed, 0)
-    try:
-        if min(listed) >= 0:
-            return listed  # type: ignore[no-any-return]
-    except TypeError:
-        pass
-    return [to_wire_hash(one) for one in listed]

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.config import PublisherConfig
@@ -36,7 +36,7 @@ _CLOSE = None
 class ZMQEventPublisher:
     """Sends a pool's events to subscribers, and the batches they missed to those who ask.
 
-        with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5558")) as publisher:
+        with ZMQEventPublisher(PublisherConfig(replay_endpoint="tcp://127.0.0.1:5657")) as publisher:
             ...
             publisher.publish(pool.take_events())   # after each step
 
@@ -315,7 +315,8 @@ class ZMQEventPublisher:
 
     def _add_kinds(self, events: list[KVCacheEvent]) -> None:
         for event in events:
-            self._add_kind(event)
+            if type(event) is not BlockRemoved:
+                self._add_kind(event)
 
     def _add_kind(self, event: Any) -> None:
         # By attribute and not by class: connectors bring classes of their own.

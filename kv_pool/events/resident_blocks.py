@@ -1,13 +1,13 @@
-"""`ResidentBlocks`: which hashes have blocks behind them, how many, and what was announced of them."""
+"""`ResidentBlocks`: which hashes have blocks, how many, and what was announced of them."""
 
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
+from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
-from kv_pool.events.sharded_dict import ShardedDict, find_shard
+from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
 from kv_pool.ids import ExternalBlockHash
 
 
@@ -31,23 +31,48 @@ class BlockKind(NamedTuple):
     has_extra_keys: bool
 
 
-# Without GC header, as the blocks of a pool, so that a collection does not visit each of a million.
-class ResidentBlock(msgspec.Struct, gc=False):
+Children = ExternalBlockHash | dict[ExternalBlockHash, None]
+"""Resident blocks with one parent: the hash of the only one, or the hashes of several."""
+
+
+# Compiled, without a GC header, as the blocks of a pool: a collection does not visit each of a million.
+@mypyc_attr(acyclic=True)
+class ResidentBlock:
     """A hash in one place, as the event announced it that brought its first copy.
 
     Attributes:
         num_copies: how many blocks carry the hash.
         parent: the hash before it in the sequence, resident or not; None at the start.
-        tokens: the token ids, packed by `pack_tokens`; None where they are not kept, or were not told.
+        tokens: the token ids, packed by `pack_tokens`; None where they are not kept, or were not given.
         extra_keys, lookahead_token_ids: the block's entries in the event.
+        children: the resident blocks whose parent it is; None without any.
     """
 
-    num_copies: int
-    parent: ExternalBlockHash | None
-    kind: BlockKind
-    tokens: bytes | None
-    extra_keys: tuple[Any, ...] | None
-    lookahead_token_ids: list[int] | None
+    __slots__ = (
+        "children",
+        "extra_keys",
+        "kind",
+        "lookahead_token_ids",
+        "num_copies",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        parent: ExternalBlockHash | None,
+        kind: BlockKind,
+        tokens: bytes | None,
+        extra_keys: tuple[Any, ...] | None,
+        lookahead_token_ids: list[int] | None,
+    ) -> None:
+        self.num_copies: i32 = 1
+        self.parent: Any = parent
+        self.kind: Any = kind
+        self.tokens: Any = tokens
+        self.extra_keys: Any = extra_keys
+        self.lookahead_token_ids: Any = lookahead_token_ids
+        self.children: Any = None
 
 
 class Change(NamedTuple):
@@ -58,20 +83,45 @@ class Change(NamedTuple):
     block: ResidentBlock | None
 
 
+class PlaceBlocks(ShardedDict[ResidentBlock]):
+    """The blocks of one place by hash.
+
+    Attributes:
+        place: where they are.
+        tails: of each hash that is not resident, but the parent of blocks that are, these blocks.
+    """
+
+    __slots__ = ("place", "tails")
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        self.tails: dict[Any, Children] = {}
+
+
 class ResidentBlocks:
-    """Counts copies by the stream of a pool, which tells of each block that gains or loses a hash.
+    """Counts copies by the stream of a pool, which has an event for each block that gains or loses a hash.
 
     Attributes:
         places: the blocks by hash, for each place.
-        changes: None, or what happened since someone put a list here, oldest first; None for a clearing.
+        changes: None, or what happened since a list was put here, oldest first; None for a clearing.
+        has_tails: the last `store` brought a hash that resident blocks have for their parent.
     """
 
     def __init__(self, keeps_token_ids: bool) -> None:
         self.keeps_token_ids = keeps_token_ids
-        self.places: dict[Place, ShardedDict[ResidentBlock]] = {}
+        self.places: dict[Place, PlaceBlocks] = {}
         self.changes: list[Change | None] | None = None
+        self.has_tails = False
         self._kinds: dict[BlockKind, BlockKind] = {}
-        self._forgotten: list[dict[ExternalBlockHash, ResidentBlock]] = []
+        self._forgotten: list[dict[Any, ResidentBlock]] = []
+        # Most events have the place and the kind of the one before.
+        self._last_blocks: PlaceBlocks | None = None
+        self._last_medium: Any = None
+        self._last_group_idx: Any = None
+        self._last_locality: Any = None
+        self._last_ownership: Any = None
+        self._last_kind: BlockKind | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.places.values()))
@@ -82,83 +132,158 @@ class ResidentBlocks:
                 for block_hash, block in shard.items():
                     yield place, block_hash, block
 
-    def store(self, event: BlockStored) -> list[int]:
-        """One copy more of each of the event's hashes. O(hashes).
-
-        Returns:
-            The positions in the event of those that had none before.
-        """
-        place = find_place(event)
+    def find_blocks(self, event: BlockStored | BlockRemoved) -> PlaceBlocks:
+        """Return the blocks of an event's place, which is added if it is new."""
+        medium: Any = event.medium
+        group_idx: Any = event.group_idx
+        locality: Any = event.locality
+        ownership: Any = event.ownership
+        blocks = self._last_blocks
+        if (
+            blocks is not None
+            and medium is self._last_medium
+            and group_idx is self._last_group_idx
+            and locality is self._last_locality
+            and ownership is self._last_ownership
+        ):
+            return blocks
+        place = Place(medium, group_idx, locality, ownership)
         blocks = self.places.get(place)
         if blocks is None:
-            blocks = self.places[place] = ShardedDict()
-        size = event.block_size
+            blocks = self.places[place] = PlaceBlocks(place)
+        self._last_blocks = blocks
+        self._last_medium = medium
+        self._last_group_idx = group_idx
+        self._last_locality = locality
+        self._last_ownership = ownership
+        return blocks
+
+    def _find_kind(self, event: BlockStored) -> BlockKind:
+        """Return the kind of an event's blocks, one object for all that are equal."""
+        last = self._last_kind
+        has_extra_keys = event.extra_keys is not None
+        if (
+            last is not None
+            and event.block_size == last.block_size
+            and event.lora_id == last.lora_id
+            and event.lora_name == last.lora_name
+            and event.kv_cache_spec_kind == last.kv_cache_spec_kind
+            and event.kv_cache_spec_sliding_window == last.kv_cache_spec_sliding_window
+            and has_extra_keys == last.has_extra_keys
+        ):
+            return last
         kind = BlockKind(
-            size,
+            event.block_size,
             event.lora_id,
             event.lora_name,
             event.kv_cache_spec_kind,
             event.kv_cache_spec_sliding_window,
-            event.extra_keys is not None,
+            has_extra_keys,
         )
-        kind = self._kinds.setdefault(kind, kind)
-        tokens = pack_tokens(event.token_ids) if self.keeps_token_ids and is_dense(event) and size else None
-        width = len(tokens) // len(event.block_hashes) if tokens else 0
-        extra_keys = one_each(event.extra_keys, event)
-        lookahead = one_each(event.lookahead_token_ids, event) if self.keeps_token_ids else None
+        self._last_kind = kind = self._kinds.setdefault(kind, kind)
+        return kind
+
+    def store(self, event: BlockStored) -> list[int]:
+        """Add one copy of each of the event's hashes. O(hashes).
+
+        Returns:
+            The positions in the event of those that had no copy before.
+        """
+        blocks = self.find_blocks(event)
+        kind = self._find_kind(event)
+        hashes: list[Any] = event.block_hashes
+        tokens = None
+        if self.keeps_token_ids and event.block_size and is_dense(event):
+            tokens = pack_tokens(event.token_ids)
+        width = len(tokens) // len(hashes) if tokens else 0
+        extra_keys: list[Any] | None = one_each(event.extra_keys, event)
+        lookahead: list[Any] | None = None
+        if self.keeps_token_ids:
+            lookahead = one_each(event.lookahead_token_ids, event)
+        shards: list[dict[Any, ResidentBlock]] = blocks.shards
+        tails = blocks.tails
         changes = self.changes
         first_copies: list[int] = []
-        parent = event.parent_block_hash
-        for position, block_hash in enumerate(event.block_hashes):
-            shard = blocks.shards[find_shard(block_hash)]
+        parent: Any = event.parent_block_hash
+        previous: ResidentBlock | None = None
+        self.has_tails = False
+        for position, block_hash in enumerate(hashes):
+            shard = shards[hash(block_hash) % NUM_SHARDS]
             block = shard.get(block_hash)
-            if block is None:
+            if block is not None:
+                block.num_copies += 1
+            else:
+                its_parent = parent
+                if parent is not None and parent == block_hash:
+                    its_parent = None
                 block = ResidentBlock(
-                    1,
-                    None if parent == block_hash else parent,
+                    its_parent,
                     kind,
-                    tokens[position * width : (position + 1) * width] if tokens else None,
-                    extra_keys[position] if extra_keys else None,
-                    lookahead[position] if lookahead else None,
+                    tokens[position * width : (position + 1) * width] if tokens is not None else None,
+                    extra_keys[position] if extra_keys is not None else None,
+                    lookahead[position] if lookahead is not None else None,
                 )
                 shard[block_hash] = block
                 first_copies.append(position)
+                if its_parent is not None:
+                    if previous is None:
+                        previous = shards[hash(parent) % NUM_SHARDS].get(parent)
+                    if previous is None:
+                        tails[parent] = add_child(tails.get(parent), block_hash)
+                    elif previous.children is None:
+                        previous.children = block_hash
+                    else:
+                        previous.children = add_child(previous.children, block_hash)
+                if tails and block_hash in tails:
+                    block.children = tails.pop(block_hash)
+                    self.has_tails = True
                 if changes is not None:
-                    changes.append(Change(place, block_hash, block))
-            else:
-                block.num_copies += 1
+                    changes.append(Change(blocks.place, block_hash, block))
+            previous = block
             parent = block_hash
         return first_copies
 
-    def remove(self, event: BlockRemoved) -> list[ExternalBlockHash]:
-        """One copy less of each of the event's hashes. O(hashes).
+    def remove(self, blocks: PlaceBlocks, block_hash: Any) -> int:
+        """Remove one copy. O(1).
 
         Returns:
-            Those that have none now, and those of which none was known: someone else may know of them.
+            How many were there.
         """
-        place = find_place(event)
-        blocks = self.places.get(place)
-        gone: dict[ExternalBlockHash, None] = {}
-        for block_hash in event.block_hashes:
-            shard = None if blocks is None else blocks.shard(block_hash)
-            block = None if shard is None else shard.get(block_hash)
-            if shard is None or block is None:
-                gone[block_hash] = None
-            elif block.num_copies > 1:
-                block.num_copies -= 1
-            else:
-                del shard[block_hash]
-                gone[block_hash] = None
-                if self.changes is not None:
-                    self.changes.append(Change(place, block_hash, None))
-        return list(gone)
+        shards: list[dict[Any, ResidentBlock]] = blocks.shards
+        shard = shards[hash(block_hash) % NUM_SHARDS]
+        block = shard.get(block_hash)
+        if block is None:
+            return 0
+        num_copies: int = block.num_copies
+        if num_copies > 1:
+            block.num_copies -= 1
+            return num_copies
+        del shard[block_hash]
+        if block.children is not None:
+            blocks.tails[block_hash] = block.children
+        parent = block.parent
+        if parent is not None:
+            parent_block = shards[hash(parent) % NUM_SHARDS].get(parent)
+            if parent_block is not None:
+                parent_block.children = remove_child(parent_block.children, block_hash)
+            elif parent in blocks.tails:
+                left = remove_child(blocks.tails[parent], block_hash)
+                if left is None:
+                    del blocks.tails[parent]
+                else:
+                    blocks.tails[parent] = left
+        if self.changes is not None:
+            self.changes.append(Change(blocks.place, block_hash, None))
+        return 1
 
     def clear(self) -> None:
-        """No hash has a block, wherever. The memory goes back in pieces, by `drop_some`."""
+        """Remove all hashes, wherever they are. The memory goes back in pieces, by `drop_some`."""
         for blocks in self.places.values():
-            self._forgotten.extend(shard for shard in blocks.shards if shard)
+            self._forgotten.extend([shard for shard in blocks.shards if shard])
         self.places = {}
         self._kinds = {}
+        self._last_blocks = None
+        self._last_kind = None
         if self.changes is not None:
             self.changes.append(None)
 
@@ -167,13 +292,38 @@ class ResidentBlocks:
         del self._forgotten[-2:]
 
 
+def add_child(children: Any, block_hash: Any) -> Any:
+    """Return `Children` with one more."""
+    if children is None:
+        return block_hash
+    if type(children) is dict:
+        children[block_hash] = None
+        return children
+    return {children: None, block_hash: None}
+
+
+def remove_child(children: Any, block_hash: Any) -> Any:
+    """Return `Children` without this one; None if none is left."""
+    if type(children) is dict:
+        children.pop(block_hash, None)
+        return children or None
+    return None if children == block_hash else children
+
+
+def list_children(children: Any) -> list[ExternalBlockHash]:
+    """Return the hashes in `Children`, or in None."""
+    if children is None:
+        return []
+    return list(children) if type(children) is dict else [children]
+
+
 def find_place(event: BlockStored | BlockRemoved) -> Place:
-    """The place that an event speaks of."""
+    """Return the place of an event's blocks."""
     return Place(event.medium, event.group_idx, event.locality, event.ownership)
 
 
 def is_dense(event: BlockStored) -> bool:
-    """Are its tokens those of its blocks, and no others?"""
+    """Return True if its tokens are those of its blocks, and no others."""
     return len(event.token_ids) == len(event.block_hashes) * event.block_size
 
 

@@ -1,10 +1,10 @@
 """`ShardedDict`: a dict in pieces, so that no single operation on it takes long."""
 
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kv_pool.ids import ExternalBlockHash
 
-NUM_SHARDS = 256
+NUM_SHARDS: Final = 256
 
 Value = TypeVar("Value")
 

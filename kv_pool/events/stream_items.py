@@ -25,7 +25,7 @@ class ReceivedBatch:
     @property
     def is_reset(self) -> bool:
         """It begins with a clear: whatever was missed before does not matter for the state after it."""
-        events = self.batch.events
+        events = self.batch.unread_events
         return bool(events) and isinstance(events[0], AllBlocksCleared)
 
 
@@ -91,7 +91,8 @@ class ContinuityCounts:
         num_duplicates: batches that came again, live after replayed.
         num_stale: live batches of a life that was over already.
         num_malformed: payloads that are no batch; each is lost, too.
-        num_dropped_events: events of unknown types, or malformed, in batches that were handed on.
+        num_dropped_events: events of unknown types, or malformed other than in their tokens, in batches that
+            were handed on.
         num_restarts: new lives of the publisher.
         num_requests, num_timeouts: replays asked for, and those not answered in time.
         num_silences: times that nothing came for too long.

@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from threading import Lock
 
-from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.chains import iter_chunks
-from kv_pool.events.foreign_events import adopt
+from kv_pool.events.event_filter import EventFilter, adopt_all
 from kv_pool.events.pace import Pace
-from kv_pool.events.removals import coalesce_removals
 from kv_pool.events.resident_blocks import Change, ResidentBlocks
 from kv_pool.events.resident_copy import copy_places, redo
-from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
 
 NOTHING_APPLIED = -1
 MAX_BLOCKS_PER_CHUNK = 256
@@ -42,7 +40,8 @@ class StreamState:
     With all of these off `apply` returns what it is given. Nothing that was given is changed.
 
     A parent is sent as the pool names it, though it may have been evicted, or skipped in a window: its child
-    is an orphan, of which some readers make nothing. It is not told again when the parent comes.
+    is an orphan, which some readers drop or hide. When an exact state that keeps token ids sends the parent,
+    it sends the blocks behind it again: removed, then stored, up to 1024 for each event.
 
     Threads: one calls `apply`, any other takes snapshots meanwhile.
     """
@@ -58,6 +57,7 @@ class StreamState:
         self.dense = dense
         self.coalesce_removals = coalesce_removals
         self.resident = ResidentBlocks(keeps_token_ids)
+        self._filter = EventFilter(self.resident, exact, dense, coalesce_removals)
         self.last_sequence = NOTHING_APPLIED
         self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
@@ -74,41 +74,12 @@ class StreamState:
                 has changed.
         Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
         """
-        ours = [adopt(event) for event in events]
-        sent: list[KVCacheEvent] = []
+        ours = adopt_all(list(events))
         with self._lock:
-            for event in ours:
-                if isinstance(event, BlockStored):
-                    sent += self._store(event)
-                elif isinstance(event, BlockRemoved):
-                    sent += self._remove(event)
-                else:
-                    self.resident.clear()
-                    sent.append(event)
+            sent = self._filter.apply(ours)
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             self.resident.drop_some()
-        return coalesce_removals(sent) if self.coalesce_removals else sent
-
-    def _store(self, event: BlockStored) -> list[BlockStored]:
-        sent = [event]
-        is_report = isinstance(event, BlockReported)
-        if self.exact and is_report:
-            return []
-        if not is_report:
-            first_copies = self.resident.store(event)
-            if self.exact:
-                sent = take_positions(event, first_copies)
-        if self.dense:
-            sent = [part for span in sent if span.block_hashes for part in split_repeats(without_holes(span))]
         return sent
-
-    def _remove(self, event: BlockRemoved) -> list[BlockRemoved]:
-        gone = self.resident.remove(event)
-        if not self.exact or len(gone) == len(event.block_hashes):
-            return [event]
-        if not gone:
-            return []
-        return [BlockRemoved(gone, event.medium, event.group_idx, event.locality, event.ownership)]
 
     def iter_snapshot(
         self, max_blocks: int = MAX_BLOCKS_PER_CHUNK, pace: Pace | None = None

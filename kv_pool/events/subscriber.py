@@ -59,7 +59,7 @@ class SubscriberStatistics:
 class KVEventSubscriber:
     """Iterates over a publisher's batches, `for item in subscriber` or `async for item in subscriber`.
 
-        with KVEventSubscriber("tcp://host:5557", "tcp://host:5558") as subscriber:
+        with KVEventSubscriber("tcp://host:5557", "tcp://host:5657") as subscriber:
             for item in subscriber:
                 match item:
                     case ReceivedBatch(sequence, batch): ...

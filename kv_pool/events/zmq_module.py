@@ -1,12 +1,12 @@
 """pyzmq, or an error that says how to get it. The only place that imports it."""
 
-from kv_pool.errors import MissingDependencyError
+from kv_pool.errors import MissingDependencyError, describe_install
 
 try:
     import zmq
 except ImportError as error:
     raise MissingDependencyError(
-        "sending and receiving event streams needs pyzmq: pip install 'kv_pool[zmq]'"
+        f"sending and receiving event streams needs pyzmq: {describe_install('zmq')}"
     ) from error
 
 __all__ = ["zmq"]

@@ -5,7 +5,7 @@
     M3  a pull that has ended has no room and no lease to write; one in doubt has room, and writes nothing
     M4  a transfer that was acknowledged, cancelled or has expired is not lent
     M5  a lease to write that belongs to no pull is one whose transfer may still write: nothing else is
-    M6  a block that is lent has the generation that it was offered with
+    M6  a block that is lent has the id that it was offered with; in another generation it is not served
     M7  a block has at least as many references as leases and rooms name it
     M8  what a pull holds on is all that has arrived, by a lease to read: it has no room any more
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.errors import CorruptedPoolError
+from kv_pool.errors import CorruptedPoolError, StaleTransferError
 from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.manager.request import SchedulableRequest
@@ -64,11 +64,23 @@ def check_source(source: SourceTransfers) -> None:
         if lease.state is not LeaseState.ACTIVE:
             continue  # its end was noticed by whoever called expire(), and is on its way here
         for block, offered in zip(selection.blocks, selection.offered, strict=True):
-            if block.generation != offered.generation:
+            if block.block_id != offered.block_id:
+                raise CorruptedPoolError(
+                    f"M6: block {offered.block_id} was offered, and is block {block.block_id} now"
+                )
+            if block.generation != offered.generation and _is_served(source, transfer_id, block.block_id):
                 raise CorruptedPoolError(
                     f"M6: block {block.block_id} was offered in generation {offered.generation}, and is "
-                    f"lent in generation {block.generation}"
+                    f"served in generation {block.generation}"
                 )
+
+
+def _is_served(source: SourceTransfers, transfer_id: bytes, block_id: int) -> bool:
+    try:
+        source.check_lent(transfer_id, [block_id])
+    except StaleTransferError:
+        return False
+    return True
 
 
 def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:

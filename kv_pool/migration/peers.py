@@ -12,6 +12,7 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import KnownNode, NodeLocation
+from kv_pool.regular_files import open_regular
 
 _SHOWN_NAMES = 10
 
@@ -105,10 +106,12 @@ class _Peer(msgspec.Struct, forbid_unknown_fields=True):
     device: str = ""
 
 
-class _PeersFile(msgspec.Struct):
-    """Other tables may be in the file, too: one file can have all that is said of a node."""
+class _PeersFile(msgspec.Struct, forbid_unknown_fields=True):
+    """One file can have all settings of a node: its links, its peers, its publisher."""
 
     peers: list[_Peer] = []
+    links: object = None
+    publisher: object = None
 
 
 def read_peers(path: str | PathLike[str]) -> Peers:
@@ -123,14 +126,15 @@ def read_peers(path: str | PathLike[str]) -> Peers:
         InvalidArgumentError: no such file, no TOML, or no such table in it; the message names the file.
     """
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             found = msgspec.convert(tomllib.load(file), _PeersFile)
     except OSError as error:
         raise InvalidArgumentError(f"{path}: can not read the peers: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        tables = "its tables are [[peers]], [links.NEARNESS] and [publisher]"
+        raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
     peers = Peers()
     names = set()
     for peer in found.peers:

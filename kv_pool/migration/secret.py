@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.regular_files import open_regular
 
 MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
@@ -20,7 +21,7 @@ def load_secret(path: str | Path) -> bytes:
     """
     place = Path(path)
     try:
-        with place.open("rb") as file:
+        with open(open_regular(place), "rb") as file:
             _check_owner_only(place, os.fstat(file.fileno()))
             content = file.read(_MAX_SECRET_BYTES + 1)
     except OSError as error:
@@ -64,8 +65,6 @@ def write_secret_file(path: str | Path) -> None:
 
 
 def _check_owner_only(place: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise InvalidArgumentError(f"{place} is no ordinary file, so it is no shared secret")
     if os.name != "posix":
         return
     if found.st_mode & 0o077:

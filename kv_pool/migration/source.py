@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kv_pool.errors import MigrationError, StaleTransferError
+from kv_pool.errors import InvalidContentError, MigrationError, StaleTransferError
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -67,12 +67,14 @@ class Outcome:
 
     Attributes:
         new_ids: of its blocks at the target, if it was acknowledged.
-        reason: why it was cancelled, if anybody said so.
+        reason: why it was cancelled, if that is known.
+        is_invalid: content was reported wrong while it was lent.
     """
 
     state: TransferState
     new_ids: tuple[int, ...] = ()
     reason: str = ""
+    is_invalid: bool = False
 
 
 class SourceTransfers:
@@ -154,9 +156,13 @@ class SourceTransfers:
 
         Raises:
             StaleTransferError: they are not lent any more.
+            InvalidContentError: content of one of them was reported wrong.
         """
         with self._site.lock:
-            self._extend(self._find(message.transfer_id))
+            transfer = self._find(message.transfer_id)
+            if self._has_invalid_content(transfer):
+                raise self._make_invalid(message.transfer_id)
+            self._extend(transfer)
         return LeaseRenewed(self._lease_s)
 
     def acknowledge(self, message: AcknowledgeTransfer) -> Acknowledged:
@@ -166,6 +172,7 @@ class SourceTransfers:
 
         Raises:
             StaleTransferError: they were not lent any more, and stay ours.
+            InvalidContentError: content of one of them was reported wrong since; they stay ours.
             MigrationError: it is meant for another node.
         """
         if message.epoch != self._epoch:
@@ -179,12 +186,21 @@ class SourceTransfers:
             if message.transfer_id in self._acknowledged:
                 return Acknowledged()
             transfer = self._find(message.transfer_id)
-            if transfer.message.is_move:
-                self._site.release(
-                    transfer.message.subject, transfer.selection, transfer.message.target, message.new_ids
+            is_invalid = self._has_invalid_content(transfer)
+            if is_invalid:
+                reason = "content was reported wrong"
+                self._end_unacknowledged(
+                    transfer, Outcome(TransferState.CANCELLED, reason=reason, is_invalid=True)
                 )
-            self._end(transfer, Outcome(TransferState.ACKNOWLEDGED, tuple(message.new_ids)))
+            else:
+                if transfer.message.is_move:
+                    self._site.release(
+                        transfer.message.subject, transfer.selection, transfer.message.target, message.new_ids
+                    )
+                self._end(transfer, Outcome(TransferState.ACKNOWLEDGED, tuple(message.new_ids)))
         self._on_change(transfer)
+        if is_invalid:
+            raise self._make_invalid(message.transfer_id)
         return Acknowledged()
 
     def cancel(self, message: CancelTransfer) -> Cancelled:
@@ -208,7 +224,8 @@ class SourceTransfers:
     def check_lent(self, transfer_id: bytes, block_ids: Sequence[int]) -> None:
         """Raise StaleTransferError unless these blocks are lent by this transfer, as they were offered.
 
-        For a backend that serves the bytes itself: call it before they are read, and after.
+        It is an InvalidContentError where their content was reported wrong since. A backend that serves the
+        bytes itself calls this before they are read, and after.
         """
         with self._site.lock:
             transfer = self._find(transfer_id)
@@ -219,12 +236,8 @@ class SourceTransfers:
                         f"block {block_id} is not one of those that transfer {transfer_id.hex()} lends"
                     )
                 block = transfer.selection.blocks[position]
-                generation = transfer.selection.offered[position].generation
-                if block.block_id != block_id or block.generation != generation:
-                    raise StaleTransferError(
-                        f"block {block_id} is not what transfer {transfer_id.hex()} was offered: it was "
-                        "moved, or taken anew, since"
-                    )
+                if block.generation != transfer.selection.offered[position].generation:
+                    raise self._make_invalid(transfer_id)
 
     def expire(self) -> None:
         """Take back what was lent for longer than agreed: blocks are unpinned, subjects stay ours (M4)."""
@@ -244,6 +257,20 @@ class SourceTransfers:
             return list(self._lent.values())
 
     # ---- inside, locked --------------------------------------------------------------------------
+
+    def _has_invalid_content(self, transfer: Transfer) -> bool:
+        """Was content reported wrong since it was offered? A lent block is neither reused nor moved."""
+        selection = transfer.selection
+        return any(
+            block.generation != offered.generation
+            for block, offered in zip(selection.blocks, selection.offered, strict=True)
+        )
+
+    def _make_invalid(self, transfer_id: bytes) -> InvalidContentError:
+        return InvalidContentError(
+            f"node {self._name!r} has reported content of transfer {transfer_id.hex()} wrong since it was "
+            "offered; compute it again, or fetch it from another node"
+        )
 
     def _prepare(self, message: PrepareTransfer) -> tuple[Transfer, bool]:
         known = self._lent.get(message.transfer_id)
@@ -291,6 +318,8 @@ class SourceTransfers:
     def _check_not_over(self, transfer_id: bytes) -> None:
         outcome = self._acknowledged.get(transfer_id) or self._broken_off.get(transfer_id)
         if outcome is not None:
+            if outcome.is_invalid:
+                raise self._make_invalid(transfer_id)
             raise StaleTransferError(
                 f"transfer {transfer_id.hex()} is over: it has been {outcome.state.value} at node "
                 f"{self._name!r}"

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import (
+    InvalidContentError,
     MigrationCancelledError,
     MigrationError,
     MigrationInDoubtError,
@@ -34,6 +35,7 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
+from kv_pool.manager.invalid_blocks import evict_wrong_blocks
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -326,13 +328,13 @@ class Pull:
         self._enter(MigrationPhase.ACKNOWLEDGING)
 
     def _acknowledge(self) -> None:
-        """M3, M4: until the source has answered, a move's subject is not ours. A copy is."""
+        """M3, M4: a move's subject is ours when the source has answered; a copy is, unless it is wrong."""
         new_ids = [block.block_id for block in self._get_room().blocks]
         message = AcknowledgeTransfer(self.transfer_id, self._get_offer().epoch, new_ids)
         try:
-            self._call(message, Acknowledged)
+            (self._call if self.is_move else self._repeat)(message, Acknowledged)
         except Exception as error:
-            if self.is_move:
+            if self.is_move or isinstance(error, InvalidContentError):
                 if isinstance(error, StaleTransferError):
                     self._end_with_copy(error)
                 else:
@@ -375,17 +377,24 @@ class Pull:
         return self._site.leases.lend(room.blocks, deadline, holder, LeaseKind.READ)
 
     def _end_with_copy(self, error: Exception) -> None:
-        """The subject is not ours; what was inserted may be hit, and is right."""
+        """The subject is not ours; what was inserted may be hit, unless the source reports it wrong."""
         with self._ending:
             if not self.phase.is_ended:
                 self._leave(error)
 
     def _leave(self, error: Exception) -> None:
         with self._site.lock:
-            self._site.leave(self._get_room())
+            self._leave_room(self._get_room(), error)
             self.error = error
             self.room, self.phase = None, MigrationPhase.FAILED
         self._settings.on_change(self)
+
+    def _leave_room(self, room: Room, error: Exception) -> None:
+        """Drop our references; what was inserted stays cached, unless it is wrong. Locked."""
+        if isinstance(error, InvalidContentError):
+            wrong = [room.blocks[position].block_id for position in room.missing]
+            evict_wrong_blocks(self._site.leases.block_pool, wrong)
+        self._site.leave(room)
 
     def _stay_in_doubt(self, error: Exception) -> None:
         with self._ending:
@@ -407,7 +416,7 @@ class Pull:
         with self._site.lock:
             room, self.room = self.room, None
             if self._is_inserted and room is not None:
-                self._site.leave(room)
+                self._leave_room(room, error)
             elif room is not None:
                 if self.lease is not None and self._reader is not None and not self._reader.is_settled():
                     self._settings.on_unsettled(self.lease, self._reader)
@@ -485,13 +494,12 @@ class Pull:
 
     def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
         reply = self._repeat(AskChecksums(self.transfer_id, batch.positions), Checksums)
-        values = np.frombuffer(reply.values, ">u8")
-        if len(values) != len(batch.positions):
+        if len(reply.values) != 8 * len(batch.positions):
             raise TransferFailedError(
-                f"node {self._get_source().name!r} has sent {len(values)} checksums for "
-                f"{len(batch.positions)} blocks"
+                f"node {self._get_source().name!r} has sent {len(reply.values)} bytes of checksums for "
+                f"{len(batch.positions)} blocks; each has 8"
             )
-        return values.astype(np.uint64)
+        return np.frombuffer(reply.values, ">u8").astype(np.uint64)
 
     def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
         expected = asked.result()

@@ -8,7 +8,7 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import IO
 
-from kv_pool.errors import TraceError
+from kv_pool.errors import TraceError, describe_install
 
 XZ_MEMORY_LIMIT = 256 << 20
 """Bytes that decompressing .xz may take; `xz -9` needs 65 MiB, the format allows 4 GiB."""
@@ -73,7 +73,7 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
             from backports import zstd
         except ImportError as error:
             raise TraceError(
-                f"{path}: reading .zst needs backports.zstd: pip install 'kv_pool[lab]'"
+                f"{path}: reading .zst needs backports.zstd: {describe_install('lab')}"
             ) from error
         with zstd.open(raw) as content:
             yield BufferedReader(content, _BUFFER)

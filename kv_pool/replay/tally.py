@@ -12,6 +12,7 @@ from kv_pool.replay.keeper import Keeper
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
+from kv_pool.replay.request_outcomes import OutcomeNotes
 from kv_pool.tiers.read_back import TierHit
 
 
@@ -40,6 +41,7 @@ class Tally:
     Args:
         keeper: the manager's, if it has a retention.
         tiers: below the manager's pool, if there are some.
+        outcomes: collects what became of each request; None for counts alone.
 
     Attributes:
         report: counts so far; rates and times are filled in by `finish`.
@@ -52,12 +54,14 @@ class Tally:
         report: ReplayReport,
         keeper: Keeper | None = None,
         tiers: ReplayTiers | None = None,
+        outcomes: OutcomeNotes | None = None,
     ) -> None:
         self.manager = manager
         self.report = report
         self.smallest_refused = 0
         self.tiers = tiers
         self._keeper = keeper
+        self._outcomes = outcomes
         if tiers is not None:
             report.tiers = tiers.reports
         self._waits_ms = array("d")
@@ -78,9 +82,13 @@ class Tally:
         report.requests += 1
         report.tokens_in += request.input_length
         report.blocks_looked_up += request.num_cacheable_blocks
+        if self._outcomes is not None:
+            self._outcomes.arrive(request)
         if num_blocks_alone <= report.num_blocks:
             return True
         report.refused_requests += 1
+        if self._outcomes is not None:
+            self._outcomes.refuse(request)
         if not self.smallest_refused or num_blocks_alone < self.smallest_refused:
             self.smallest_refused = num_blocks_alone
         return False
@@ -97,6 +105,9 @@ class Tally:
         self._sum_request_hit_rates += num_tokens / request.input_length
         if self.tiers is not None and found.tier_hit is not None:
             self.tiers.count_hit(found.tier_hit, found.num_tokens - num_tokens)
+        if self._outcomes is not None:
+            num_in_tiers = max(0, num_tokens - found.prefix.num_tokens)
+            self._outcomes.count_hit(request, found.num_tokens // report.block_size, num_tokens, num_in_tiers)
 
     def look_up(self, request: ReplayRequest) -> FoundPrefix:
         """What of the request's prompt is cached, on the device and then in tiers."""
@@ -155,11 +166,27 @@ class Tally:
         self.manager.free(request)
         self._free_ns.append(time.perf_counter_ns() - start)
 
-    def end(self, request: ReplayRequest) -> None:
-        """The request has ended: give its blocks back, or keep some of them."""
+    def count_preemption(self, request: ReplayRequest) -> None:
+        """Count that a running request has lost its blocks."""
+        self.report.preempted += 1
+        if self._outcomes is not None:
+            self._outcomes.count_preemption(request)
+
+    def end(self, request: ReplayRequest, waited_ms: float = 0.0, end_ms: float | None = None) -> None:
+        """Release the blocks of a request that has ended, or keep some of them.
+
+        Args:
+            waited_ms: what it waited for blocks, in all.
+            end_ms: when it ended; None for its arrival.
+        """
         if self._keeper is not None:
             self._keeper.keep(request)
+        num_blocks_before = self._num_table_blocks
         self.free(request)
+        if self._outcomes is not None:
+            num_blocks = self._num_table_blocks - num_blocks_before
+            end_ms = request.arrival_ms if end_ms is None else end_ms
+            self._outcomes.end(request, num_blocks, waited_ms, end_ms)
 
     def set_time(self, now_ms: float) -> None:
         """It is so late; earlier times are passed over."""

@@ -56,12 +56,14 @@ class DiskTier(Tier):
         reopened: what was found in the folder.
 
     Raises:
-        TierError: the folder can not be used: no permission, in use, not a tier's.
+        TierError: the folder cannot be used: no permission, in use, not a tier's, or other users can write to
+            it or to its files; see `TierFolder`.
         LayoutMismatchError: its blocks mean something else. The folder is left as it is.
 
     What cannot be written is counted and not stored; what cannot be read is counted, and removed. Written
-    blocks outlive the process at once, and a crash of the machine once the system has written them down;
-    what is removed by name, and `clear`, is on the disk when the call returns.
+    blocks outlive the process at once, and a crash of the machine once the system has written them to the
+    disk. What `forget` and `clear` remove stays away from the moment they return, also after a power cut and
+    if it had been removed before.
     """
 
     has_bytes = True
@@ -90,10 +92,12 @@ class DiskTier(Tier):
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
         self._is_open = False
+        # Slots whose last header could not be wiped, and its key: it would be found after a restart.
+        self._unwiped: dict[int, BlockHashWithGroupId] = {}
         name = RAW if self._format is None else self._format.name
         self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
         try:
-            self._files = SlotFiles(self._folder.path, self._encoded_bytes)
+            self._files = SlotFiles(self._folder.descriptor, self._encoded_bytes)
             self._is_open = True
             self.reopened = self._reopen(verifies)
         except OSError as error:
@@ -133,6 +137,7 @@ class DiskTier(Tier):
                 self._counts.num_write_errors += 1
                 self._warn("written", error)
             else:
+                self._unwiped.pop(slot, None)
                 stored.append(key)
         self._counts.num_stored += len(stored)
         return stored
@@ -225,33 +230,53 @@ class DiskTier(Tier):
         removed: list[BlockHashWithGroupId] = []
         for key in keys:
             if key in self._slots.slot_of:
-                self._wipe(self._slots.remove(key))
+                self._wipe(self._slots.remove(key), key)
                 self._touched.discard(key)
                 removed.append(key)
         self._counts.num_removed += len(removed)
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        removed = self.remove(keys)
-        if removed:
-            try:
-                self._files.sync()
-            except OSError as error:
-                self._warn("wiped", error)
+        """`remove` for content that is wrong: it does not come back, also after a power cut.
+
+        Raises:
+            TierError: the disk does not take it. The blocks are not found any more, but may be after the
+                folder is opened again; the next `forget`, and `close`, try again to wipe them.
+        """
+        listed = list(keys)
+        removed = self.remove(listed)
+        failure = self._wipe_again()
+        num_left = len(set(listed).intersection(self._unwiped.values()))
+        try:
+            self._files.sync()
+        except OSError as error:
+            failure = failure or error
+            num_left = len(listed)
+        if failure is not None and num_left:
+            raise self._make_error(f"{num_left} of {len(listed)} blocks", failure) from failure
         return removed
 
     def clear(self) -> None:
+        """`forget` everything.
+
+        Raises:
+            TierError: as `forget`.
+        """
+        slot_of = dict(self._slots.slot_of)
         super().clear()
         self._touched.clear()
         try:
             self._files.wipe_all()
         except OSError as error:
-            self._warn("wiped", error)
+            self._unwiped.update((slot, key) for key, slot in slot_of.items())
+            raise self._make_error("its blocks", error) from error
+        self._unwiped.clear()
 
     def close(self) -> None:
         """Write down in which order blocks were used, and let others open the folder."""
         if self._is_open:
             self._is_open = False
+            self._wipe_again()
             try:
                 self._write_order()
             except OSError as error:
@@ -261,12 +286,32 @@ class DiskTier(Tier):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _wipe(self, slot: int) -> None:
+    def _wipe(self, slot: int, key: BlockHashWithGroupId) -> None:
+        """Wipe the header of a slot that has had this key; see `_unwiped` if that fails."""
         try:
             self._files.wipe(slot)
         except OSError as error:
+            self._unwiped[slot] = key
             self._counts.num_write_errors += 1
             self._warn("wiped", error)
+
+    def _wipe_again(self) -> OSError | None:
+        """Wipe what could not be wiped before; the error of what still cannot."""
+        failure = None
+        for slot in list(self._unwiped):
+            try:
+                self._files.wipe(slot)
+            except OSError as error:
+                failure = error
+            else:
+                del self._unwiped[slot]
+        return failure
+
+    def _make_error(self, what: str, error: OSError) -> TierError:
+        return TierError(
+            f"{what} in {self._folder.path} could not be wiped and may be found after a restart: "
+            f"{error.strerror}. Remove the folder before it is opened again, or call forget() again"
+        )
 
     def _warn(self, what: str, error: OSError) -> None:
         """Say the first time that the disk does not do what it should; counts tell how often."""
@@ -291,10 +336,10 @@ class DiskTier(Tier):
             self._use = max(self._use, header.use)
             if verifies and not self._read_row(header.key, slot, self._encoded.rows[0]):
                 num_dropped += 1
-                self._wipe(slot)
+                self._wipe(slot, header.key)
                 continue
             if header.key in newest:
-                self._wipe(newest.pop(header.key)[0])
+                self._wipe(newest.pop(header.key)[0], header.key)
             newest[header.key] = (slot, header)
         self._slots.restore((key, slot) for key, (slot, _) in newest.items())
         return Reopened(len(newest), num_dropped)

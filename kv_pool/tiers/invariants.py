@@ -3,7 +3,8 @@
     X1  a tier has no more blocks than its capacity
     X2  a tier's keys are in distinct slots, each below its capacity
     X3  a slot that was used has a key or is free, and is not both
-    X4  a disk tier's headers say what its index says: the same keys in the same slots, and no others
+    X4  a disk tier's headers say what its index says: the same keys in the same slots, and no others but
+        those that the disk did not let it wipe
     X5  the pool tells these tiers, and no others; a block that is pending is one of the pool
     X6  no key is written through twice: it waits for its step, or for its copy
     X7  a plan that is listed as open is open, under its own request's id
@@ -47,7 +48,11 @@ def check_tier(tier: Tier) -> None:
         )
     if isinstance(tier, DiskTier):
         headers = {slot: tier._files.read_header(slot) for slot in range(tier.capacity)}
-        written = {header.key: slot for slot, header in headers.items() if header is not None}
+        written = {
+            header.key: slot
+            for slot, header in headers.items()
+            if header is not None and tier._unwiped.get(slot) != header.key
+        }
         if written != dict(slots.slot_of):
             wrong = written.items() ^ slots.slot_of.items()
             raise CorruptedPoolError(f"X4: headers and index differ in {sorted(wrong)}")

@@ -223,8 +223,6 @@ class TierReadBack:
                 f"the hit is of {hit.num_tokens} tokens after {hit.num_device_tokens} of request "
                 f"{hit.request_id!r}; this is request {request_id!r} with {num_device_tokens} on the device"
             )
-        for blocks in () if cached_prefix is None else cached_prefix.blocks:
-            self.manager.copies.check_made(request_id, blocks)
         end = num_device_tokens + hit.num_tokens
         rows = None
         if end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from struct import Struct, error
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ import xxhash
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId
+from kv_pool.regular_files import open_private
 from kv_pool.tiers.block_rows import ByteRows
 
 MAGIC = b"kvb1"
@@ -33,6 +33,7 @@ HEADER = Struct(f"<4sHxxQQQ{MAX_KEY_BYTES}s")
 CHECKSUM = Struct("<Q")
 NO_HEADER = bytes(HEADER_BYTES)
 _ALIGNMENT = 4096
+_REWRITTEN_BYTES = 1024 * 1024
 
 assert HEADER.size + CHECKSUM.size == HEADER_BYTES
 
@@ -55,6 +56,7 @@ class SlotFiles:
     """The two files, opened or made in a folder that is ours alone.
 
     Args:
+        folder: its descriptor.
         block_bytes: of each block as it is written.
 
     Reading takes no lock and changes nothing: threads may do it while another writes other slots, and what
@@ -62,13 +64,15 @@ class SlotFiles:
     Raises OSError for whatever the system does not do.
     """
 
-    def __init__(self, folder: Path, block_bytes: int) -> None:
+    def __init__(self, folder: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
+        # Headers may differ from what is on the disk: also those that an earlier process has written.
+        self._is_synced = False
+        self._must_rewrite = False
         self._stride = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._headers = os.open(folder / "headers", flags, 0o600)
+        self._headers = open_private("headers", os.O_RDWR | os.O_CREAT, folder)
         try:
-            self._blocks = os.open(folder / "blocks", flags, 0o600)
+            self._blocks = open_private("blocks", os.O_RDWR | os.O_CREAT, folder)
         except BaseException:
             os.close(self._headers)
             raise
@@ -95,21 +99,42 @@ class SlotFiles:
         key = header.key
         packed = HEADER.pack(MAGIC, len(key), self.block_bytes, header.use, header.checksum, key)
         packed += CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
+        self._is_synced = False
         _write_all(self._headers, memoryview(packed), slot * HEADER_BYTES)
 
     def wipe(self, slot: int) -> None:
         """Let a slot be without a block. After a crash of the machine it may have it again: see `sync`."""
+        self._is_synced = False
         _write_all(self._headers, memoryview(NO_HEADER), slot * HEADER_BYTES)
 
     def wipe_all(self) -> None:
         """Let all slots be without blocks, for good; the files are empty."""
+        self._is_synced = False
         os.ftruncate(self._headers, 0)
-        os.fsync(self._headers)
-        os.ftruncate(self._blocks, 0)
+        self.sync()
+        with contextlib.suppress(OSError):  # blocks without headers are not found, and will be overwritten
+            os.ftruncate(self._blocks, 0)
 
     def sync(self) -> None:
-        """Wait until what headers say is on the disk."""
+        """Wait until what headers say is on the disk; at once if it is.
+
+        After a failed call the system takes what it could not write for written. So the next call writes all
+        headers again.
+        """
+        if self._is_synced:
+            return
+        if self._must_rewrite:
+            self._rewrite_headers()
+        self._must_rewrite = True
         os.fsync(self._headers)
+        self._must_rewrite = False
+        self._is_synced = True
+
+    def _rewrite_headers(self) -> None:
+        offset = 0
+        while chunk := os.pread(self._headers, _REWRITTEN_BYTES, offset):
+            _write_all(self._headers, memoryview(chunk), offset)
+            offset += len(chunk)
 
     def read_header(self, slot: int) -> SlotHeader | None:
         """What a slot holds; None for nothing, or nothing that can be made out."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from kv_pool.errors import LayoutMismatchError, TierError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.regular_files import open_private, open_private_folder
 from kv_pool.storage.block_layout import BlockLayout
 
 DESCRIPTION = "tier.json"
 LOCK = "lock"
-VERSION = 1
+VERSION = 2
+"""2: the layout may name model and weights. Folders of version 1 name none, and are used as such."""
+_READ_VERSIONS = (1, VERSION)
+_DRAFT = DESCRIPTION + ".new"
+_MAX_DESCRIPTION_BYTES = 1024 * 1024
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -35,13 +42,22 @@ class Description(msgspec.Struct, frozen=True):
 class TierFolder:
     """Opens a tier's folder, or makes one of an empty or missing folder; locks it until `close`.
 
+    Only this user can write to the folder, and only this user can open its files; all of them are regular
+    files with one name. What an earlier attempt to make the folder left behind is replaced.
+
+    Attributes:
+        path: of the folder.
+        descriptor: of the folder, for opening files in it.
+
     Raises:
         LayoutMismatchError: its blocks are of another layout, format or version. It is left as it is.
-        TierError: it can not be made, read or written, is in use by another tier, or has other files.
+        TierError: it cannot be made, read or written, is in use by another tier, has other files, or other
+            users can write to it.
     """
 
     def __init__(self, path: Path, description: Description) -> None:
         self.path = path
+        self.descriptor = -1
         self._lock = -1
         try:
             self._open(description)
@@ -53,22 +69,23 @@ class TierFolder:
 
     def close(self) -> None:
         """Let others open it."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        for descriptor in (self._lock, self.descriptor):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lock = self.descriptor = -1
 
     def _open(self, description: Description) -> None:
         path = self.path
-        path.mkdir(parents=True, exist_ok=True)
-        is_new = not (path / DESCRIPTION).exists()
-        if is_new:
-            others = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
-            if others:
-                raise TierError(
-                    f"{path} is not a tier's folder: it has no {DESCRIPTION}, but {', '.join(others[:5])}. "
-                    "Name an empty or a new one"
-                )
-        self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.descriptor = open_private_folder(path)
+        names = set(os.listdir(self.descriptor))
+        others = sorted(names - {LOCK, _DRAFT})
+        if DESCRIPTION not in names and others:
+            raise TierError(
+                f"{path} is not a tier's folder: it has no {DESCRIPTION}, but {', '.join(others[:5])}. "
+                "Name an empty or a new one"
+            )
+        self._lock = open_private(LOCK, os.O_RDWR | os.O_CREAT, self.descriptor)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,38 +93,50 @@ class TierFolder:
                 f"{path} is in use by another tier, of this process or another; close that, or name another "
                 "folder"
             ) from None
-        if is_new and not (path / DESCRIPTION).exists():
-            write_file(path / DESCRIPTION, msgspec.json.format(msgspec.json.encode(description)))
-        else:
+        if DESCRIPTION in os.listdir(self.descriptor):
             self._check(description)
+        else:
+            self._write_description(description)
 
     def _check(self, description: Description) -> None:
         file = self.path / DESCRIPTION
+        with open(open_private(DESCRIPTION, os.O_RDONLY, self.descriptor), "rb") as opened:
+            content = opened.read(_MAX_DESCRIPTION_BYTES)
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=Description)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TierError(f"{file} does not describe a tier: {error}. Name another folder") from error
+            found = msgspec.json.decode(content, type=Description)
+        except UNDECODABLE as error:
+            raise TierError(
+                f"{file} does not describe a tier: {error}. Name another folder, or remove this one"
+            ) from error
+        if found.version not in _READ_VERSIONS:
+            raise LayoutMismatchError(
+                f"blocks of {self.path} can not be used here: they were written in version {found.version}; "
+                f"this one uses versions {', '.join(map(str, _READ_VERSIONS))}. Name another folder"
+            )
         description.layout.check_same(found.layout, str(self.path))
-        for name in ("version", "format", "encoded_bytes"):
+        for name in ("format", "encoded_bytes"):
             if getattr(found, name) != getattr(description, name):
                 raise LayoutMismatchError(
                     f"blocks of {self.path} can not be used here: {name} is {getattr(description, name)!r} "
                     f"here and {getattr(found, name)!r} there"
                 )
 
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it has all of its content or is not there, even after a crash."""
-    temporary = path.with_name(path.name + ".new")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(file, content)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    def _write_description(self, description: Description) -> None:
+        """Write it so that all of it is there, or nothing, even after a crash."""
+        content = memoryview(msgspec.json.format(msgspec.json.encode(description)))
+        with suppress(FileNotFoundError):
+            os.unlink(_DRAFT, dir_fd=self.descriptor)
+        try:
+            file = open_private(_DRAFT, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.descriptor)
+            try:
+                while content:
+                    content = content[os.write(file, content) :]
+                os.fsync(file)
+            finally:
+                os.close(file)
+            os.replace(_DRAFT, DESCRIPTION, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            os.fsync(self.descriptor)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(_DRAFT, dir_fd=self.descriptor)
+            raise

@@ -11,7 +11,7 @@ from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import CopyFailedError, InvalidArgumentError
+from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.block_rows import wrap_rows
@@ -122,6 +122,7 @@ class TieredCache:
             else None
         )
         self.num_dropped = 0
+        self._unforgotten: TierError | None = None
         block_pool.colder_tiers = self
         if self._events is not None:
             for tier in tiers:
@@ -225,11 +226,14 @@ class TieredCache:
             self._pending[key] = (block, block.block_id)
 
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """See `ColderTiers`."""
-        self.forget(keys)
+        """See `ColderTiers`. What a disk does not take is raised by the next `flush`."""
+        try:
+            self.forget(keys)
+        except TierError as error:
+            self._note_unforgotten(error)
 
     def on_cache_reset(self) -> None:
-        """See `ColderTiers`."""
+        """See `ColderTiers`. What a disk does not take is raised by the next `flush`."""
         self._pending.clear()
         self._unwritten.clear()
         self._written.clear()
@@ -238,7 +242,10 @@ class TieredCache:
         if self._events is not None:
             self._events.clear()
         for tier in self.tiers:
-            tier.clear()
+            try:
+                tier.clear()
+            except TierError as error:
+                self._note_unforgotten(error)
 
     def note_block_size(self, group_id: int, block_size: int) -> None:
         """A group's blocks hold so many tokens. Learned from what is cached, and told by `TierReadBack`.
@@ -257,6 +264,10 @@ class TieredCache:
 
         Once per step: after its slots were allocated, before it writes. A block that cannot be stored is
         counted, and can not be hit later; nothing is raised for it.
+
+        Raises:
+            TierError: wrong content, or what was stored before a reset, may come back after a restart, since
+                a disk did not take that it was forgotten. Raised once, after all of the above is done.
         """
         self.store_pending()
         self._take_prefetched()
@@ -269,6 +280,9 @@ class TieredCache:
                     if block.generation == generation and block.block_hash == key
                 ]
             )
+        if self._unforgotten is not None:
+            error, self._unforgotten = self._unforgotten, None
+            raise error
 
     def store_pending(self) -> None:
         """Copy out the blocks that were taken anew and hold their old bytes still.
@@ -286,15 +300,28 @@ class TieredCache:
         self._copy_out(unmoved)
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Content under these keys is wrong: it is not found in any tier, now and after a restart."""
+        """Content under these keys is wrong: it is not found in any tier, now and after a restart.
+
+        Raises:
+            TierError: a disk does not take it. No tier finds the content now, but it may be found after a
+                restart; see `DiskTier.forget`.
+        """
         listed = list(keys)
         if self._prefetcher is not None and listed:
             self._prefetcher.cancel()
         for queue in (self._pending, self._unwritten, self._written):
             for key in listed:
                 queue.pop(key, None)
+        failure: TierError | None = None
         for tier in self.tiers:
-            self._tell_removed(tier, tier.forget(listed))
+            there = [key for key in dict.fromkeys(listed) if key in tier]
+            try:
+                tier.forget(listed)
+            except TierError as error:
+                failure = failure or error
+            self._tell_removed(tier, there)
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Leave the pool alone, and close the tiers. What is pending is not stored: `flush` before."""
@@ -409,6 +436,11 @@ class TieredCache:
         block_size = self._block_size_of.get(block.block_hash[-4:])
         num_tokens = block.block_hash_num_tokens
         return block_size is not None and num_tokens is not None and num_tokens % block_size == 0
+
+    def _note_unforgotten(self, error: TierError) -> None:
+        """A hook does not raise: the pool is in the midst of something. `flush` does."""
+        _logger.error("%s", error)
+        self._unforgotten = self._unforgotten or error
 
     def _copy_out(self, copies: Sequence[tuple[BlockHashWithGroupId, int]]) -> None:
         """Store blocks of the device under these keys; copies are (key, block id)."""

@@ -72,7 +72,8 @@ def check(pool, others=()):
     for block_id in range(1, pool.total_blocks + 1):
         info = pool.get_block_info(block_id)
         assert info.ref_count == len(references.get(block_id, [])) + num_others[block_id]
-        assert info.sequence_id in references.get(block_id, [-1])
+        assert sorted(info.sequence_ids) == sorted(references.get(block_id, []))
+        assert info.sequence_id == (info.sequence_ids or [-1])[0]
         assert info.ref_count or not info.is_pinned
         num_pinned += info.is_pinned
     assert num_pinned == pool.num_pinned_blocks

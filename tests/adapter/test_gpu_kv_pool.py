@@ -94,6 +94,23 @@ def test_a_fork_shares_and_each_holder_frees_its_own():
     assert pool.free_sequence(2) == 3
 
 
+def test_a_shared_block_was_used_when_any_of_its_holders_was():
+    """An LRU policy over `BlockInfo` evicted what was in use: only the oldest holder's time was given."""
+    pool = make()
+    [shared] = take(pool, 1, 1)
+    pool.fork(1, 2)
+    [alone] = take(pool, 3, 1)
+    pool.note_access(2)
+    info = pool.get_block_info(shared)
+    assert (info.sequence_id, info.sequence_ids) == (1, (1, 2))
+    assert info.last_access_time > pool.get_block_info(alone).last_access_time
+    pool.note_access(3)
+    assert min([shared, alone], key=lambda at: pool.get_block_info(at).last_access_time) == shared
+    pool.free_sequence(1)
+    assert pool.get_block_info(shared).sequence_ids == (2,)
+    assert pool.get_block_info(9).sequence_ids == ()
+
+
 def test_free_takes_a_shared_block_from_who_has_held_it_longest_or_from_who_is_named():
     pool = make()
     [shared] = take(pool, 1, 1)
@@ -160,7 +177,7 @@ def test_a_batch_is_served_as_a_whole_or_not_at_all():
         ([-1], InvalidBlockError, "block -1 is not one of"),
         ([1, 5], InvalidBlockError, "block 5 is held by no sequence"),
         ([1, 2, 1], InvalidBlockError, "block 1 is listed twice"),
-        (["1"], InvalidTypeError, "a block id is an int, not a str"),
+        (["1"], InvalidTypeError, "is of type str; expected int"),
     ],
 )
 @pytest.mark.parametrize("method", ["free", "pin", "migrate"])

@@ -1,4 +1,4 @@
-"""Calls of a `GPUKVPool` that a signal handler breaks off: no reference without a holder, no holder without one."""
+"""Calls of a `GPUKVPool` that a signal handler breaks off: references and holders agree afterwards."""
 
 import random
 

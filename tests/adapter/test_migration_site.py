@@ -1,6 +1,7 @@
 """A pool as a site: what it offers, what a migration has nobody touches, and what becomes of it."""
 
 import pytest
+from adapter.made_nodes import running_nodes, take_all
 from adapter.made_pool import check, draw, fill, make, make_storage, read, state, take
 from drawing import hash_of
 
@@ -14,7 +15,7 @@ from kv_pool import (
 )
 from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.core.block_keys import make_external_block_hash
-from kv_pool.errors import FrozenSequenceError, StaleTransferError
+from kv_pool.errors import FrozenSequenceError, InvalidContentError, StaleTransferError
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 
@@ -379,3 +380,27 @@ def test_two_blocks_of_a_sequence_with_one_hash_are_two_blocks_there():
     assert len(set(new_ids)) == 3
     assert read(there.pool, 1) == [16, 17, 18]
     check(there.pool)
+
+
+@pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
+def test_content_that_is_reported_wrong_while_it_is_lent_does_not_arrive(is_move):
+    with running_nodes(10, 10) as (source, target):
+        here, there = source.site.pool, target.site.pool
+        take_all(here, 8)
+        hashes = [hash_of(number) for number in range(8)]
+        here.cache_prefix(1, hashes)
+        subject = SequenceSubject(1) if is_move else PrefixSubject(tuple(hashes))
+        limit = 20 * here.storage.block_bytes  # slow: the report comes before the last batch
+        migration = target.fetch(subject, "a", is_move=is_move, max_bytes_per_s=limit)
+        while not source.site.leases.list_leases():
+            assert not migration.wait_for_end(0.001)
+        with here.lock:
+            here.block_pool.evict_blocks([3])
+        with pytest.raises(InvalidContentError):
+            migration.wait(30.0)
+        assert there.get_free_blocks() == 10
+        assert there.block_pool.find_cached_prefix(hashes, 8) == []
+        assert here.blocks_of(1) == [1, 2, 3, 4, 5, 6, 7, 8]
+        here.free_sequence(1)
+        check(here)
+        check(there)

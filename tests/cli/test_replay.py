@@ -271,3 +271,11 @@ def test_events_that_can_not_be_published_are_one_line_and_status_2(folder, opti
     done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_one_line_per_request_is_written_on_demand(folder):
+    done = kv_pool_command("replay", "trace.gz", "--blocks", "20", "--requests", "requests.jsonl", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert len(lines) == int(rows(done.stdout)["requests"].replace(",", ""))
+    assert {line["outcome"] for line in lines} <= {"done", "refused"}

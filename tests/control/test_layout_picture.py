@@ -141,5 +141,5 @@ def test_a_picture_that_can_not_be_written_is_an_error(tmp_path, name):
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DrawingError, match=r"pip install 'kv_pool\[lab\]'"):
+    with pytest.raises(DrawingError, match=r"pip install '\.\[lab\]'"):
         draw_layout(write_layout("0."), str(tmp_path / "map.png"))

@@ -1,6 +1,7 @@
 """A real server on a real socket: what it answers, whom it lets in, what it survives."""
 
 import errno
+import fcntl
 import os
 import random
 import resource
@@ -15,9 +16,11 @@ import pytest
 from adapter.made_pool import check, draw, make, make_scattered, make_storage, take
 from control.raw_client import RawClient
 from made_threads import no_new_threads
+from migration.made_channels import Beside
 
 from kv_pool import ControlError, CopyFailedError
 from kv_pool.control import ControlClient, ControlServer
+from kv_pool.control.socket_lock import lock_socket
 from kv_pool.errors import OutOfThreadsError
 
 STATS = b'{"command": "stats"}\n'
@@ -124,7 +127,7 @@ def start_without_handles(path):
     last = os.open("/dev/null", os.O_RDONLY)
     os.close(last)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 2, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 3, before[1]))
     try:
         server.start()
     except ControlError as error:
@@ -204,6 +207,49 @@ def test_a_socket_that_a_killed_process_left_is_replaced(path):
     assert path.exists()
     with ControlServer(make(), path), ControlClient(path) as client:
         assert client.get_statistics().total_blocks == 10
+
+
+def test_a_lock_that_another_user_may_hold_on_the_folder_blocks_nothing(path):
+    """A server in a world-writable folder waited for it for ever, and noticed no signal."""
+    path.parent.chmod(0o1777)
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with ControlServer(make(), path), ControlClient(path) as client:
+        assert client.get_statistics().total_blocks == 10
+    os.close(folder)
+
+
+def test_a_lock_file_of_another_user_is_an_error(path):
+    if os.getuid():
+        pytest.skip("only root gives files away")
+    lock = path.with_name(".c.sock.lock")
+    lock.touch(0o600)
+    os.chown(lock, 65534, -1)
+    with pytest.raises(ControlError, match=r"it belongs to user 65534, not to 0.* --socket"):
+        ControlServer(make(), path).start()
+    assert not path.exists()
+
+
+def test_a_lock_of_ones_own_is_waited_for_no_longer_than_the_timeout(path):
+    with lock_socket(path, 0), pytest.raises(ControlError, match="another server of yours holds it"):
+        ControlServer(make(), path, timeout_s=0.05).start()
+    with ControlServer(make(), path):
+        assert [found.name for found in path.parent.iterdir()] == ["c.sock"]
+
+
+def test_servers_that_start_at_one_dead_socket_at_once_leave_one(path):
+    for _ in range(10):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+            dead.bind(str(path))
+        servers = [ControlServer(make(), path) for _ in range(4)]
+        outcomes = [Beside(server.start) for server in servers]
+        errors = [outcome.get_error() for outcome in outcomes]
+        assert [type(error) for error in errors if error is not None] == [ControlError] * 3
+        with ControlClient(path) as client:
+            assert client.get_statistics().total_blocks == 10
+        for server in servers:
+            server.stop()
+        assert list(path.parent.iterdir()) == []
 
 
 def test_a_file_that_is_no_socket_stays_as_it_is(path):

@@ -1,7 +1,7 @@
 """A pool's prefix map in the form a mirror shows: what the mirror has to equal."""
 
 from kv_pool.core.block_keys import get_block_hash, get_group_id
-from kv_pool.events.mirror import to_wire_hash
+from kv_pool.events.held_blocks import to_wire_hash
 
 
 def pool_map(pool):

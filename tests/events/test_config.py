@@ -124,3 +124,22 @@ def test_free_ports_may_be_the_same():
         endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", data_parallel_rank=4
     )
     assert config.rank_endpoint == config.rank_replay_endpoint == "tcp://127.0.0.1:0"
+
+
+def test_the_preset_for_routers_has_what_they_need_and_room_for_ranks():
+    config = PublisherConfig.for_routers()
+    assert (config.first_sequence, config.heartbeat_s, config.topic) == ("clock", 1.0, "")
+    ports = {
+        rank_endpoint.rsplit(":", 1)[1]
+        for rank in range(100)
+        for one in (PublisherConfig.for_routers(data_parallel_rank=rank),)
+        for rank_endpoint in (one.rank_endpoint, one.rank_replay_endpoint)
+    }
+    assert len(ports) == 200
+
+
+def test_settings_win_over_the_preset_for_routers():
+    config = PublisherConfig.for_routers(replay_endpoint=None, first_sequence="zero", topic="t")
+    assert (config.replay_endpoint, config.first_sequence, config.topic) == (None, "zero", "t")
+    with pytest.raises(InvalidArgumentError, match="slow_reader_s"):
+        PublisherConfig.for_routers(slow_reader_s=0.0)

@@ -223,7 +223,7 @@ def test_nothing_is_left_of_blocks_that_are_gone():
     mirror = make_mirror(a=[stored(1, 2)], b=[stored(1, 2)])
     mirror.apply("a", [removed(2), removed(1)])
     mirror.apply("b", [AllBlocksCleared()])
-    for table in mirror._tables.values():
+    for table in mirror._held.tables.values():
         assert table.holders == {}
         assert table.token_holders == {}
 

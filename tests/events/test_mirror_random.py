@@ -122,4 +122,4 @@ def test_the_mirror_is_what_a_full_scan_says(steps):
                     assert by_tokens.get(one, 0) == 2 * by_hash.get(one, 0)
     for publisher in PUBLISHERS:
         mirror.remove_publisher(publisher)
-    assert not any(table.holders or table.token_holders for table in mirror._tables.values())
+    assert not any(table.holders or table.token_holders for table in mirror._held.tables.values())

@@ -496,4 +496,4 @@ def test_without_pyzmq_the_error_says_how_to_get_it():
         "except MissingDependencyError as error: print(error)\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'kv_pool[zmq]'" in told.stdout
+    assert "pip install '.[zmq]'" in told.stdout

@@ -34,7 +34,7 @@ def test_a_hash_is_announced_with_its_first_copy_and_removed_with_its_last():
     assert send(state, stored([1, 2])) == []
     assert send(state, removed(1)) == []
     assert send(state, removed(1)) == ["- 1"]
-    assert send(state, stored([1])) == ["> 1"]
+    assert send(state, stored([1])) == ["- 2", "> 1 2"]
     assert send(state, removed(2), removed(2)) == ["- 2"]
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kv_pool import BlockHasher, InvalidArgumentError, InvalidTypeError, Request
+from kv_pool import BlockHasher, InvalidArgumentError, InvalidTypeError, LoRARequest, Request
 
 
 def test_a_request_hashes_its_full_blocks():
@@ -40,7 +40,7 @@ def test_salts_and_adapters_keep_requests_apart():
 
 def test_a_token_that_is_none_is_noticed_before_its_block_is_full():
     hasher = BlockHasher("sha256", "s", 4)
-    with pytest.raises(InvalidTypeError, match="token 1 is a str"):
+    with pytest.raises(InvalidTypeError, match=r"token_ids\[1\] is of type str"):
         Request("r", [1, "x"], hasher)
     request = Request("r", [1], hasher)
     with pytest.raises(InvalidArgumentError, match="is -5"):
@@ -69,3 +69,16 @@ def test_a_numpy_prompt_becomes_python_ints():
     request = Request("r", np.arange(4), BlockHasher(block_size=4))
     request.append_output_token_ids(np.array([9]))
     assert {type(token_id) for token_id in request.all_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("adapter", 1, "/p"), "adapter_id is a str: 'adapter'; .* in this order"),
+        ((1, 2, "/p"), "name is a int: 2"),
+        ((1, "adapter", None), "path is a NoneType"),
+    ],
+)
+def test_an_adapter_in_the_order_of_vllms_class_is_refused(arguments, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        LoRARequest(*arguments)

@@ -20,6 +20,7 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
+    InvalidContentError,
     LayoutMismatchError,
     MigrationCancelledError,
     MigrationError,
@@ -252,6 +253,16 @@ def test_layouts_that_differ_are_refused_before_a_byte_moves(make_pair, over):
     with pytest.raises(LayoutMismatchError, match=r"block_format is .* here and .* there"):
         pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)
     with pytest.raises(LayoutMismatchError, match="block_format"):
+        pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    pair.check()
+
+
+def test_a_node_of_another_model_is_refused(make_pair, over):
+    pair = make_pair(over, a={"model": "one", "weights": "r1"}, b={"model": "one", "weights": "r2"})
+    request = pair.a.start("r", range(16))
+    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
+        pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a").wait(PATIENCE_S)
+    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
         pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
     pair.check()
 
@@ -534,6 +545,26 @@ def test_compaction_while_blocks_arrive_puts_no_wrong_bytes_under_a_hash(is_move
         node_b.check_invariants()
     assert moved
     assert b.pool.holds.list_ids() == []
+
+
+@pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
+def test_content_that_is_reported_wrong_while_it_is_read_arrives_nowhere(make_pair, over, is_move):
+    pair = make_pair(over)
+    request = pair.a.start("r", range(40))
+    subject = SequenceSubject("r") if is_move else PrefixSubject(tuple(request.block_hashes))
+    # Slow enough that the report comes between the first batch and the last.
+    limit = 20 * pair.a.storage.block_bytes
+    migration = pair.node_b.fetch(subject, "a", is_move=is_move, max_bytes_per_s=limit)
+    while not pair.a.site.leases.list_leases():
+        assert not migration.wait_for_end(0.001)
+    with pair.a.lock:
+        pair.a.manager.report_invalid_blocks([3])
+    with pytest.raises(InvalidContentError):
+        migration.wait(PATIENCE_S)
+    assert pair.b.check_prefix(range(40)) == 0
+    assert pair.b.pool.get_num_free_blocks() == 31
+    assert pair.a.check_prefix(range(40)) == 2
+    pair.check()
 
 
 class HeardClock(Clock):

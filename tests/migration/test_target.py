@@ -8,6 +8,7 @@ from kv_pool import InvalidArgumentError, StaleLeaseError
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.errors import (
     CorruptedPoolError,
+    InvalidContentError,
     MigrationCancelledError,
     MigrationInDoubtError,
     PeerUnavailableError,
@@ -270,6 +271,38 @@ def test_a_lease_that_ended_is_noticed_at_the_latest_when_it_is_acknowledged():
     bench.read_trouble = [sleep_too_long]
     bench.pull.run()
     assert isinstance(bench.pull.error, StaleTransferError)
+    bench.check(at_source=True, at_target=False, num_free=15)
+
+
+@pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
+@pytest.mark.parametrize(
+    "phase", [MigrationPhase.READING, MigrationPhase.INSERTING, MigrationPhase.ACKNOWLEDGING]
+)
+def test_content_that_its_source_reports_wrong_meanwhile_is_not_hit(phase, is_move):
+    """It was delivered, and requests at the target began with it."""
+    prefix = PrefixSubject(tuple(HASHER.hash_blocks(range(8))))
+    bench = Bench(is_move, None if is_move else prefix, hold_s=5.0)
+    bench.at_phase = {phase: lambda: bench.source.manager.report_invalid_blocks([2])}
+    bench.pull.run()
+    assert bench.pull.phase is MigrationPhase.FAILED
+    assert isinstance(bench.pull.error, InvalidContentError)
+    assert bench.target.check_prefix(range(10)) == 0
+    assert bench.source.manager.get_computed_blocks(bench.source.requests["r"]).num_tokens == 4
+    bench.check(at_source=True, at_target=False, num_free=15)
+    assert bench.transfers.list_lent() == []
+
+
+def test_a_heartbeat_finds_out_that_content_was_reported_wrong():
+    bench = Bench(is_move=False)
+    bench.at_phase = {
+        MigrationPhase.READING: lambda: (
+            bench.source.manager.report_invalid_blocks([1]),
+            bench.pull.renew(),
+        )
+    }
+    bench.pull.run()
+    assert isinstance(bench.pull.error, InvalidContentError)
+    assert bench.readers[0].is_closed
     bench.check(at_source=True, at_target=False, num_free=15)
 
 

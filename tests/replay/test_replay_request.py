@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_pool import BlockHasher, InvalidArgumentError
-from kv_pool.events.mirror import to_wire_hash
+from kv_pool.events.held_blocks import to_wire_hash
 from kv_pool.replay.replay_request import (
     CONVENTIONS,
     ReplayRequest,

@@ -1,6 +1,8 @@
 """Tiers of every kind beside one small storage, and blocks whose bytes follow from their keys."""
 
 import hashlib
+import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +62,17 @@ def make_tier(kind, device, folder: Path, capacity):
 
 
 KINDS = ("host", "host-inverted", "disk", "disk-inverted")
+
+
+@contextmanager
+def failing_writes(tier):
+    """Every write to the headers is an input/output error meanwhile: it goes to memory that is not there."""
+    headers = os.dup(tier._files._headers)
+    memory = os.open("/proc/self/mem", os.O_RDWR)
+    os.dup2(memory, tier._files._headers)
+    try:
+        yield
+    finally:
+        os.dup2(headers, tier._files._headers)
+        os.close(headers)
+        os.close(memory)

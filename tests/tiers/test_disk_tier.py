@@ -3,18 +3,24 @@
 import errno
 import json
 import os
+import random
 import resource
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiers.made_tiers import BLOCK_BYTES, Device, Inverted, make_key
+from damage import damage
+from tiers.crash_states import WriteLog
+from tiers.made_tiers import BLOCK_BYTES, Device, Inverted, failing_writes, make_key
 
-from kv_pool import InvalidArgumentError
+from kv_pool import InvalidArgumentError, KVPoolError
 from kv_pool.errors import LayoutMismatchError, TierError
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
@@ -164,6 +170,38 @@ def test_a_folder_of_another_layout_is_refused_and_left_as_it_is(tmp_path, devic
     assert len(tier) == 2
 
 
+def test_a_folder_of_another_model_is_refused(tmp_path, device):
+    def describe(model, weights):
+        return BlockLayout.describe(device.storage, 4, model=model, weights=weights)
+
+    DiskTier(tmp_path, 8, describe("one", "r1")).close()
+    with pytest.raises(LayoutMismatchError, match="model is 'other' here and 'one' there"):
+        DiskTier(tmp_path, 8, describe("other", "r1"))
+    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
+        DiskTier(tmp_path, 8, describe("one", "r2"))
+    with pytest.raises(LayoutMismatchError, match="model is '' here and 'one' there"):
+        DiskTier(tmp_path, 8, describe("", ""))
+    DiskTier(tmp_path, 8, describe("one", "r1")).close()
+
+
+def test_a_folder_of_version_1_is_used_as_one_of_no_model(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0)
+    tier.close()
+    told = json.loads((tmp_path / "tier.json").read_text())
+    told["version"] = 1
+    del told["layout"]["model"], told["layout"]["weights"]
+    (tmp_path / "tier.json").write_text(json.dumps(told))
+    with pytest.raises(LayoutMismatchError, match="model is 'one' here and '' there"):
+        DiskTier(tmp_path, 8, BlockLayout.describe(device.storage, 4, model="one"))
+    tier = DiskTier(tmp_path, 8, device.layout)
+    assert tier.list_keys() == [KEYS[0]]
+    tier.close()
+    (tmp_path / "tier.json").write_text(json.dumps({**told, "version": 9}))
+    with pytest.raises(LayoutMismatchError, match="written in version 9; this one uses versions 1, 2"):
+        DiskTier(tmp_path, 8, device.layout)
+
+
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path, device):
     (tmp_path / "letters").write_text("dear")
     with pytest.raises(TierError, match=r"not a tier's folder: it has no tier\.json, but letters"):
@@ -215,7 +253,7 @@ def test_a_folder_without_permission_is_an_error(device):
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tiers.made_tiers import Device\nfrom kv_pool.tiers.disk_tier import DiskTier\n"
         "import kv_pool.errors\nlayout = Device().layout\n"
-        "if os.getuid() == 0: os.setuid(65534)\n"
+        "if os.getuid() == 0: os.chown(sys.argv[2], 65534, -1); os.setuid(65534)\n"
         "try: DiskTier(sys.argv[2], 8, layout)\n"
         "except kv_pool.errors.TierError as error: print('TierError:', error)"
     )
@@ -313,5 +351,224 @@ def test_a_process_that_is_killed_leaves_nothing_wrong(tmp_path, device, life):
         assert tier.reopened.num_blocks >= 31  # a step takes away 8 at most, before it puts others there
         assert tier.reopened.num_dropped == 0
         check_bytes(tier, device)
+        invariants.check_tier(tier)
+        tier.close()
+
+
+# ---- a disk that fails -------------------------------------------------------------------------------
+
+
+def list_found(tmp_path, device):
+    """What a new process would find in the folder now."""
+    copy = tmp_path.with_name("copy")
+    shutil.copytree(tmp_path, copy)
+    with closing(DiskTier(copy, 8, device.layout)) as tier:
+        found = tier.list_keys()
+    shutil.rmtree(copy)
+    return found
+
+
+def test_forgetting_on_a_disk_that_fails_is_an_error(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    with failing_writes(tier), pytest.raises(TierError, match="may be found after a restart: Input/output"):
+        tier.forget([KEYS[1]])
+    assert tier.list_keys() == [KEYS[0], KEYS[2]]
+    assert KEYS[1] in list_found(tmp_path, device)
+    tier.forget([])  # wipes it now
+    assert KEYS[1] not in list_found(tmp_path, device)
+    tier.close()
+
+
+def test_forgetting_what_could_not_be_wiped_before_is_an_error(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    with failing_writes(tier):
+        assert tier.remove([KEYS[1]]) == [KEYS[1]]
+        with pytest.raises(TierError, match="could not be wiped"):
+            tier.forget([KEYS[1]])
+    assert tier.get_statistics().num_write_errors == 1
+    assert tier.forget([KEYS[1]]) == []
+    assert list_found(tmp_path, device) == [KEYS[0], KEYS[2]]
+    tier.close()
+
+
+def test_what_could_not_be_wiped_is_wiped_when_the_tier_is_closed(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    with failing_writes(tier):
+        tier.remove([KEYS[1]])
+    tier = reopen(tier, device)
+    assert tier.list_keys() == [KEYS[0], KEYS[2]]
+
+
+def test_a_slot_that_could_not_be_wiped_can_be_used_again(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    with failing_writes(tier):
+        tier.remove([KEYS[1]])
+    put(tier, device, 3)
+    assert tier.forget([KEYS[1]]) == []
+    assert sorted(list_found(tmp_path, device)) == sorted([KEYS[0], KEYS[2], KEYS[3]])
+    check_bytes(tier, device)
+    tier.close()
+
+
+def test_clearing_on_a_disk_that_fails_is_an_error(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    with failing_writes(tier), pytest.raises(TierError, match=r"its blocks in .* could not be wiped"):
+        tier.clear()
+    assert tier.list_keys() == []
+    put(tier, device, 3)
+    tier.forget([])
+    assert list_found(tmp_path, device) == [KEYS[3]]
+    tier.close()
+
+
+def test_after_a_failed_sync_all_headers_are_written_again(tmp_path, device):
+    """The system takes pages that it could not write for written, so another fsync alone does nothing."""
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    tier.remove([KEYS[1]])
+    with failing_writes(tier), pytest.raises(TierError):
+        tier.forget([KEYS[1]])
+    log = WriteLog(tmp_path)
+    with log.record():
+        tier.forget([KEYS[1]])
+        assert log.durable["headers"] == (tmp_path / "headers").read_bytes()
+        tier.forget([KEYS[1]])
+    assert log.waiting["headers"] == []
+    tier.close()
+
+
+# ---- a folder that others had a hand in --------------------------------------------------------------
+
+
+def spoil_with_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def spoil_with_second_name(path):
+    os.link(path, path.parent.with_name("another name"))
+
+
+def spoil_with_pipe(path):
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def spoil_mode(path):
+    path.chmod(0o640)
+
+
+def spoil_owner(path):
+    if os.getuid():
+        pytest.skip("only root gives files away")
+    os.chown(path, 65534, -1)
+
+
+@pytest.mark.parametrize("name", ["tier.json", "lock", "headers", "blocks"])
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (spoil_with_link, "it is a symbolic link"),
+        (spoil_with_second_name, "2 hard links"),
+        (spoil_with_pipe, "not a regular file"),
+        (spoil_mode, "others than its owner can use it .mode 640."),
+        (spoil_owner, "it belongs to user 65534"),
+    ],
+)
+def test_a_file_that_others_can_reach_is_refused(tmp_path, device, name, spoil, why):
+    folder = tmp_path / "tier"
+    tier = DiskTier(folder, 8, device.layout)
+    put(tier, device, 0)
+    tier.close()
+    spoil(folder / name)
+    with pytest.raises(TierError, match=f"can not be used as a tier: .*{why}"):
+        DiskTier(folder, 8, device.layout)
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, device, mode):
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(TierError, match=f"others than its owner can write to it .mode {mode:o}.; chmod 700"):
+        DiskTier(folder, 8, device.layout)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_behind_a_symbolic_link_is_refused(tmp_path, device):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(TierError, match="symbolic link; name the folder it leads to"):
+        DiskTier(tmp_path / "link", 8, device.layout)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, device):
+    (tmp_path / "tier").mkdir(mode=0o700)
+    spoil_owner(tmp_path / "tier")
+    with pytest.raises(TierError, match="it belongs to user 65534, not to 0"):
+        DiskTier(tmp_path / "tier", 8, device.layout)
+
+
+def test_a_new_folder_is_for_its_owner_only(tmp_path, device):
+    before = os.umask(0)
+    try:
+        DiskTier(tmp_path / "some" / "tier", 8, device.layout).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "some" / "tier").stat().st_mode) == 0o700
+
+
+def make_on_a_full_disk(folder):
+    """In a child: no file grows beyond ten bytes. Prints what became of a new folder."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        DiskTier(folder, 8, Device().layout)
+    except TierError as error:
+        print(error)
+
+
+def test_a_folder_that_a_full_disk_left_half_made_can_be_made(tmp_path, device):
+    """Part of its description stood there, and every later start refused the folder."""
+    folder = tmp_path / "tier"
+    output, errors = run_in_child(make_on_a_full_disk, folder).communicate(timeout=60)
+    assert os.strerror(errno.EFBIG) in output, errors
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+    (folder / "tier.json.new").write_text("{")  # of a process that was killed while it wrote
+    tier = DiskTier(folder, 8, device.layout)
+    put(tier, device, 0)
+    check_bytes(tier, device)
+    tier.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b'{"version": "\\ud800"}'])
+def test_a_description_of_nonsense_is_refused(tmp_path, device, content):
+    DiskTier(tmp_path, 8, device.layout).close()
+    (tmp_path / "tier.json").write_bytes(content)
+    with pytest.raises(TierError, match="does not describe a tier"):
+        DiskTier(tmp_path, 8, device.layout)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_folder_is_refused_or_has_right_blocks_only(tmp_path, device, seed):
+    rng = random.Random(seed)
+    folder = tmp_path / "tier"
+    tier = DiskTier(folder, 8, device.layout)
+    put(tier, device, *range(6))
+    tier.close()
+    for _ in range(4):
+        name = rng.choice(["headers", "headers", "blocks", "tier.json"])
+        (folder / name).write_bytes(damage(rng, (folder / name).read_bytes()))
+        try:
+            tier = DiskTier(folder, 8, device.layout, verifies=rng.random() < 0.5)
+        except KVPoolError:
+            return
+        read = tier.read(tier.list_keys())
+        for key, block_id in zip(read.keys, read.block_ids, strict=True):
+            assert read.storage.read_block(block_id) == device.storage.read_block(KEYS.index(key))
         invariants.check_tier(tier)
         tier.close()

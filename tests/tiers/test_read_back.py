@@ -5,6 +5,7 @@ import pytest
 from tiers.tier_engine import TierEngine
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, PlanClosedError
+from kv_pool.core import invariants as core_invariants
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.tiers import invariants
 from kv_pool.tiers.tier import Tier
@@ -97,6 +98,44 @@ def test_blocks_that_are_taken_in_this_step_can_be_hit_in_it(tmp_path):
     engine.run()
     engine.check_cached()
     invariants.check(engine.read_back)
+
+
+def start_fork(engine):
+    """In this step a fork gets a block of its own, which completes a block of a prompt that tiers have."""
+    first, *_ = fill(engine, 4)
+    parent = engine.make_request("parent", first.all_token_ids[:10])
+    engine.compute(parent)
+    child = engine.make_request("child", first.all_token_ids[:12])
+    child.num_computed_tokens = 10
+    engine.manager.fork(parent, child)
+    assert engine.grow(child, 2)
+    assert len(engine.manager.copies) == 1
+    return first, child
+
+
+def test_a_prefix_that_a_fork_completes_in_this_step_is_read_on_from_tiers(tmp_path):
+    """`admit` refused it until the copies were made, which the documented order does after it."""
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, child = start_fork(engine)
+    request = again(engine, first)
+    assert engine.start(request) == (12, 4)
+    engine.run()
+    for computed in (child, request):
+        engine.check(computed)
+    engine.check_cached()
+    invariants.check(engine.read_back)
+
+
+def test_a_plan_that_outlives_a_fork_leaves_no_copy_into_a_free_block(tmp_path):
+    engine = make_engine(tmp_path, num_blocks=12)
+    first, child = start_fork(engine)
+    plan = make_plan(engine, again(engine, first))
+    engine.scheduled.clear()
+    engine.manager.free(child)
+    assert len(engine.manager.copies) == 1
+    plan.abort()
+    assert engine.manager.take_block_copies() == []
+    core_invariants.check(engine.pool)
 
 
 def test_no_room_changes_nothing(tmp_path):

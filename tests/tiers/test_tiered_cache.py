@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from made_threads import no_new_threads
+from tiers.made_tiers import failing_writes
 from tiers.tier_engine import TierEngine
 
 from kv_pool import (
@@ -17,12 +19,15 @@ from kv_pool import (
 )
 from kv_pool.contiguous.compaction import pack
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.block_keys import make_external_block_hash
+from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
+from kv_pool.errors import TierError
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.storage import BlockStorage
+from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
+from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
@@ -183,6 +188,65 @@ def test_reading_ahead_without_bytes_is_done_at_once():
     assert cache.find_tier(key) == 0
     cache.cancel_prefetch("r")
     assert cache.wait_for_prefetch()
+
+
+def make_disk_cache(folder):
+    """A host tier above a disk tier that has the block of this key; the pool has it, too."""
+    pool = BlockPool(4, True, 4, True)
+    storage = BlockStorage.wrap_state([np.zeros((4, 16), np.uint8)])
+    disk = DiskTier(folder, 9, BlockLayout.describe(storage, 4, HASHER))
+    cache = TieredCache(pool, storage, [HostTier(3, storage), disk], enable_events=True)
+    request = cache_request(cache, "a", range(4))
+    key = make_block_hash_with_group_id(request.block_hashes[0], 0)
+    disk.put([key], storage, [pool.get_cached_block(request.block_hashes[0], [0])[0].block_id])
+    pool.take_events()
+    return cache, disk, key
+
+
+def test_wrong_content_that_a_disk_keeps_is_raised_by_the_next_flush(tmp_path):
+    cache, disk, key = make_disk_cache(tmp_path)
+    manager = KVCacheManager(cache.block_pool)
+    block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
+    with failing_writes(disk):
+        manager.evict_blocks([block.block_id])
+        assert cache.find_tier(key) is None
+        with pytest.raises(TierError, match="may be found after a restart"):
+            cache.flush()
+        cache.flush()
+    told = [event for event in manager.take_events() if isinstance(event, BlockRemoved)]
+    assert [event.medium for event in told] == ["GPU", "STORAGE"]
+    invariants.check_cache(cache)
+    cache.close()
+
+
+def test_a_reset_that_a_disk_does_not_take_is_raised_by_the_next_flush(tmp_path):
+    cache, disk, key = make_disk_cache(tmp_path)
+    with failing_writes(disk):
+        assert KVCacheManager(cache.block_pool).reset_prefix_cache()
+        assert cache.find_tier(key) is None
+        with pytest.raises(TierError, match="may be found after a restart"):
+            cache.flush()
+    cache.close()
+
+
+def test_all_tiers_forget_before_the_error_of_one_is_raised(tmp_path):
+    cache, disk, key = make_disk_cache(tmp_path)
+    block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
+    cache.tiers[0].put([key], cache.storage, [block.block_id])
+    cache.tiers = tuple(reversed(cache.tiers))
+    with failing_writes(disk), pytest.raises(TierError):
+        cache.forget([key])
+    assert [key in tier for tier in cache.tiers] == [False, False]
+    cache.close()
+
+
+def test_reading_ahead_without_a_thread_reads_nothing_and_harms_nothing(tmp_path):
+    cache, _, key = make_disk_cache(tmp_path)
+    with no_new_threads():
+        assert cache.prefetch("r", [key]) == 0
+    assert cache.prefetch("r", [key]) == 1
+    assert cache.wait_for_prefetch(60)
+    cache.close()
 
 
 def test_blocks_that_a_retention_gives_up_go_to_the_tiers():

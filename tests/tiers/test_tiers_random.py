@@ -16,7 +16,8 @@ from tiers.slow_tiers import SlowTiers, WatchedCache
 from tiers.tier_engine import TierEngine
 
 from kv_pool.core.block_keys import get_block_hash, get_group_id
-from kv_pool.events.mirror import PrefixMirror, to_wire_hash
+from kv_pool.events.held_blocks import to_wire_hash
+from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
 from kv_pool.tiers import invariants
 

@@ -13,8 +13,9 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from kv_pool.core.block import KVCacheBlock
@@ -135,10 +136,10 @@ class SwapPlan(ABC):
     @abstractmethod
     def _abort(self) -> None: ...
 
-    def _hold_blocks(self, *sides: SwapSide) -> None:
-        """Keep the blocks of these sides at their ids, which `moves` names, until the plan is closed."""
+    def _hold_blocks(self, side: SwapSide, rows: Iterable[Iterable[KVCacheBlock]]) -> None:
+        """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
         reason = f"in an open plan to swap request {self.request_id!r} {self.direction.value}"
-        self._holds = [side.pool.hold(self.list_blocks(side), reason) for side in sides]
+        self._holds.append(side.pool.hold(chain.from_iterable(rows), reason))
 
     def _close(self, state: PlanState) -> None:
         for hold in self._holds:
@@ -193,7 +194,8 @@ class TablePlan(SwapPlan):
         self._target = target
         self._tables = tables
         self._targets = targets
-        self._hold_blocks(source, target)
+        self._hold_blocks(source, (table.blocks for table in tables))
+        self._hold_blocks(target, targets)
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
@@ -301,7 +303,8 @@ class HostHitPlan(SwapPlan):
             )
             if block.block_hash is not None
         ]
-        self._hold_blocks(device, host)
+        self._hold_blocks(device, (table.blocks for table in tables))
+        self._hold_blocks(host, ((source for source, _ in pairs),))
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []

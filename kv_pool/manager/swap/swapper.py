@@ -71,6 +71,8 @@ class BlockSwapper:
         self._prefixes = HostPrefixes(host_pool, self._groups, manager.alignment)
         self._num_computed_tokens: dict[str, int] = {}
         self._open_plans: dict[str, SwapPlan] = {}
+        # For each reset since events were taken, the last event of the device and of the host by its end.
+        self._resets: list[tuple[KVCacheEvent, KVCacheEvent]] = []
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -314,11 +316,28 @@ class BlockSwapper:
         """Forget every prefix on both sides; False, with nothing changed, while any request holds blocks."""
         if self._host.tables or self._open_plans or not self.manager.reset_prefix_cache():
             return False
-        return self.host_pool.reset_prefix_cache()
+        is_done = self.host_pool.reset_prefix_cache()
+        device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
+        if device_events and host_events:
+            self._resets.append((device_events[-1], host_events[-1]))
+        return is_done
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The events of both pools since the last call: the device's, then the host's, each in its order."""
-        return self.manager.take_events() + label_events(self.host_pool.take_events(), self.manager.groups)
+        """The events of both pools since the last call: the device's, then the host's, each in its order.
+
+        Events before a `reset_prefix_cache` come before those after it, whichever pool they are from: an
+        `AllBlocksCleared` says that both are empty.
+        """
+        device = self.manager.take_events()
+        host = label_events(self.host_pool.take_events(), self.manager.groups)
+        events: list[KVCacheEvent] = []
+        for last_of_device, last_of_host in self._resets:
+            for of_pool, last in ((device, last_of_device), (host, last_of_host)):
+                num_before = count_through(of_pool, last)
+                events += of_pool[:num_before]
+                del of_pool[:num_before]
+        self._resets.clear()
+        return events + device + host
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -449,3 +468,8 @@ class BlockSwapper:
                 + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")
             )
         return tables
+
+
+def count_through(events: list[KVCacheEvent], last: KVCacheEvent) -> int:
+    """How many events there are up to this very one; 0 if it was taken before."""
+    return next((number for number, event in enumerate(events, 1) if event is last), 0)

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any, NamedTuple
 
-from kv_pool.errors import MissingDependencyError
+from kv_pool.errors import MissingDependencyError, describe_install
 
 
 class Nixl(NamedTuple):
@@ -34,7 +34,7 @@ def load_nixl() -> Nixl:
     except ImportError as error:
         raise MissingDependencyError(
             f"reading blocks by NIXL needs the packages nixl and nixl-cu12, or nixl-cu13: {error}. "
-            "pip install 'kv_pool[nixl]', or without the CUDA packages that these bring along: "
+            f"{describe_install('nixl')}, or without the CUDA packages that these bring along: "
             "pip install --no-deps nixl nixl-cu12"
         ) from error
     if "NIXL_LOG_LEVEL" not in os.environ:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kv_pool.errors import MissingDependencyError
+from kv_pool.errors import MissingDependencyError, describe_install
 from kv_pool.tiers.formats.block_axes import BlockAxes
 from kv_pool.tiers.formats.block_format import ByteArray, FloatArray
 from kv_pool.tiers.formats.scaled import ScaledFormat
@@ -23,7 +23,7 @@ class Float8Codes:
             import ml_dtypes
         except ImportError as error:
             raise MissingDependencyError(
-                "writing blocks as fp8 needs ml_dtypes: pip install 'kv_pool[formats]'"
+                f"writing blocks as fp8 needs ml_dtypes: {describe_install('formats')}"
             ) from error
         self._dtype = ml_dtypes.float8_e4m3fn
         # A table takes a seventh of the time that the conversion does.

@@ -3,6 +3,7 @@ from drawing import state
 from manager.swap_engine import SwapEngine
 
 from kv_pool import (
+    AllBlocksCleared,
     BlockHasher,
     BlockPool,
     BlockRemoved,
@@ -20,6 +21,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.events import PrefixMirror
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -578,6 +580,36 @@ def test_what_a_directive_covers_is_kept_on_the_device_and_shared_again():
 
 
 # ---- events --------------------------------------------------------------------------------------
+
+
+def test_a_reset_of_both_pools_does_not_clear_what_is_stored_after_it():
+    """The host's `AllBlocksCleared` came behind the device's next stores, and readers forgot these."""
+    engine = SwapEngine(6, 8, events=True)
+    mirror = PrefixMirror()
+    for first in (0, 20, 40):
+        request = swapped(engine, f"r{first}", range(first, first + 9))
+        engine.swapper.drop(request)
+        assert engine.swapper.reset_prefix_cache()
+    engine.start(engine.make_request("after", range(60, 69)))
+    events = engine.swapper.take_events()
+    assert [type(event) for event in events].count(AllBlocksCleared) == 6
+    mirror.apply("here", events)
+    hashes = engine.make_request("again", range(60, 69)).block_hashes
+    assert mirror.find_prefix(hashes) == {"here": 2}
+    engine.swapper.drop(swapped(engine, "last", range(80, 89)))
+    assert [event.medium for event in engine.swapper.take_events()] == ["GPU", "CPU"]
+
+
+@pytest.mark.parametrize("taken_alone", ["device", "host"])
+def test_a_reset_is_in_order_where_one_pools_events_were_taken_alone(taken_alone):
+    engine = SwapEngine(6, 8, events=True)
+    engine.swapper.drop(swapped(engine, "before", range(9)))
+    assert engine.swapper.reset_prefix_cache()
+    pool = engine.manager.block_pool if taken_alone == "device" else engine.swapper.host_pool
+    assert [type(event) for event in pool.take_events()] == [BlockStored, AllBlocksCleared]
+    engine.start(engine.make_request("after", range(60, 69)))
+    kinds = [type(event) for event in engine.swapper.take_events()]
+    assert kinds == [BlockStored, AllBlocksCleared, BlockStored]
 
 
 def test_both_pools_tell_what_they_store_the_device_first():

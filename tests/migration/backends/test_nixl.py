@@ -20,9 +20,7 @@ from kv_pool.migration.backends.nixl import (
 
 def test_without_nixl_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(
-        MissingDependencyError, match=r"pip install 'kv_pool\[nixl\]'.*--no-deps nixl nixl-cu12"
-    ):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[nixl\]'.*--no-deps nixl nixl-cu12"):
         NixlBackend(make_kv("NHD", 4))
 
 

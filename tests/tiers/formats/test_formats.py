@@ -277,6 +277,6 @@ def test_without_ml_dtypes_all_but_fp8_work():
     assert told.stdout.splitlines() == [
         "raw",
         "int8",
-        "writing blocks as fp8 needs ml_dtypes: pip install 'kv_pool[formats]'",
+        "writing blocks as fp8 needs ml_dtypes: pip install '.[formats]' in a checkout of kv_pool",
         "low_rank:0.5",
     ]

@@ -1,0 +1,254 @@
+"""What CPU time does following an event stream take, beside Dynamo's indexer? See benchmarks/README.md."""
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench_block_pool import describe_run, summarize
+
+from kv_pool import BlockRemoved, BlockStored
+from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.events.batch import KVEventBatch, encode_batch
+from kv_pool.events.following import apply_item
+from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
+from kv_pool.events.stream_items import ReceivedBatch
+from kv_pool.events.subscriber import KVEventSubscriber
+from kv_pool.events.zmq_module import zmq
+
+BLOCK_SIZE = 16
+EVENT_BLOCKS = 8
+STORES_PER_BATCH = 4
+BATCH_BLOCKS = EVENT_BLOCKS * STORES_PER_BATCH
+DYNAMO, HASHES, TOKENS, NOTHING = "Dynamo's indexer", "PrefixMirror", "PrefixMirror with tokens", "no mirror"
+HOST = "127.0.0.1"
+
+
+class Feed:
+    """A publisher of ready payloads: all of them on request, and live an empty batch now and then."""
+
+    def __init__(self, payloads: list[bytes]) -> None:
+        self.payloads = payloads
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.live = self.context.socket(zmq.PUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.SNDHWM, 0)
+        for one in (self.live, self.router):
+            one.bind(f"tcp://{HOST}:*")
+        self.is_closing = False
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def endpoints(self) -> list[str]:
+        names = [one.getsockopt(zmq.LAST_ENDPOINT) for one in (self.live, self.router)]
+        return [bytes(name).rstrip(b"\0").decode() for name in names]
+
+    def run(self) -> None:
+        sequence = len(self.payloads)
+        while not self.is_closing:
+            if not self.router.poll(100):
+                payload = encode_batch(KVEventBatch(time.time(), [], 0))
+                self.payloads.append(payload)
+                self.live.send_multipart([b"", pack_sequence(sequence), payload])
+                sequence += 1
+                continue
+            identity, _, start = self.router.recv_multipart()
+            for number in range(unpack_sequence(start), sequence):
+                self.router.send_multipart([identity, b"", b"", pack_sequence(number), self.payloads[number]])
+            self.router.send_multipart([identity, b"", b"", END_OF_REPLAY, b""])
+
+    def close(self) -> None:
+        self.is_closing = True
+        self.thread.join()
+        self.live.close(linger=0)
+        self.router.close(linger=0)
+        self.context.term()
+
+
+def make_stream(num_batches: int, num_held: int, seed: int) -> tuple[list[bytes], int, list[int]]:
+    """Payloads; the blocks stored and removed in them; the tokens that are stored last of all.
+
+    Each batch stores a chain of `BATCH_BLOCKS` blocks in events of `EVENT_BLOCKS`. Once `num_held` blocks are
+    held, it also removes the oldest chain in one event, as a `StreamState` announces it.
+    """
+    rng = random.Random(seed)
+    held: deque[list[Any]] = deque()
+    payloads = []
+    num_blocks = 0
+    tokens: list[int] = []
+    for number in range(num_batches):
+        events: list[KVCacheEvent] = []
+        if len(held) * BATCH_BLOCKS >= num_held:
+            events.append(BlockRemoved(held.popleft()[::-1], "GPU", 0))
+            num_blocks += BATCH_BLOCKS
+        chain: list[Any] = [rng.getrandbits(64) for _ in range(BATCH_BLOCKS)]
+        tokens = [rng.randrange(150_000) for _ in range(BATCH_BLOCKS * BLOCK_SIZE)]
+        for first in range(0, BATCH_BLOCKS, EVENT_BLOCKS):
+            end = first + EVENT_BLOCKS
+            span = tokens[first * BLOCK_SIZE : end * BLOCK_SIZE]
+            parent = chain[first - 1] if first else None
+            store = BlockStored(chain[first:end], parent, span, BLOCK_SIZE, None, "GPU", None)
+            store.extra_keys = [None] * EVENT_BLOCKS
+            store.group_idx, store.kv_cache_spec_kind = 0, "full_attention"
+            events.append(store)
+        held.append(chain)
+        num_blocks += BATCH_BLOCKS
+        payloads.append(encode_batch(KVEventBatch(1.7e9 + number, events, 0)))
+    return payloads, num_blocks, tokens
+
+
+def cpu_seconds(process_id: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def ask(port: int, path: str, **asked: Any) -> Any:
+    body = json.dumps(asked).encode() if asked else None
+    request = urllib.request.Request(
+        f"http://{HOST}:{port}{path}", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read() or b"{}")
+
+
+def wait_until(is_so: Callable[[], bool], give_up_s: float = 300.0) -> None:
+    deadline = time.monotonic() + give_up_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise RuntimeError("a reader did not get to the end of the stream")
+        time.sleep(0.05)
+
+
+def measure_dynamo(python: str, feed: Feed, tokens: list[int]) -> float:
+    """CPU seconds that Dynamo's stand-alone indexer takes to know the last tokens."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    command = [python, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
+    indexer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+
+        def is_up() -> bool:
+            try:
+                ask(port, "/health")
+            except OSError:
+                return False
+            return True
+
+        def knows_last_tokens() -> bool:
+            scores = ask(port, "/query", model_name="m", token_ids=tokens)["scores"]
+            return bool(scores.get("1", {}).get("0", 0) == len(tokens))
+
+        wait_until(is_up)
+        live, replay = feed.endpoints()
+        before = cpu_seconds(indexer.pid)
+        ask(
+            port,
+            "/register",
+            instance_id=1,
+            endpoint=live,
+            replay_endpoint=replay,
+            model_name="m",
+            block_size=BLOCK_SIZE,
+        )
+        wait_until(knows_last_tokens)
+        return cpu_seconds(indexer.pid) - before
+    finally:
+        indexer.kill()
+        indexer.wait()
+
+
+def measure_ours(name: str, feed: Feed, num_batches: int) -> float:
+    """CPU seconds that a subscriber and a mirror take, in a process of their own."""
+    command = [sys.executable, __file__, "--read", name, *feed.endpoints(), str(num_batches)]
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+    return float(done.stdout)
+
+
+def read(name: str, live: str, replay: str, num_batches: int) -> None:
+    """Follow the stream to its end; print the CPU seconds."""
+    mirror = PrefixMirror(learns_tokens=name == TOKENS)
+    before = cpu_seconds(os.getpid())
+    with KVEventSubscriber(live, replay, max_held=1_000_000) as subscriber:
+        for item in subscriber:
+            if name != NOTHING:
+                apply_item(mirror, item, "engine")
+            if isinstance(item, ReceivedBatch) and item.sequence >= num_batches - 1:
+                break
+    print(cpu_seconds(os.getpid()) - before)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=20_000)
+    parser.add_argument("--held", type=int, default=100_000, help="blocks held at any time")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter that has ai-dynamo-runtime")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    parser.add_argument("--read", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.batches, options.held, options.runs = 200, 1000, 1
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    if options.read is not None:
+        name, live, replay, num_batches = options.read
+        read(name, live, replay, int(num_batches))
+        return
+    names = [NOTHING, HASHES, TOKENS] + ([DYNAMO] if options.dynamo else [])
+    provenance = describe_run(names)
+    if options.dynamo:
+        script = "from importlib.metadata import version; print(version('ai-dynamo-runtime'))"
+        asked = subprocess.run([options.dynamo, "-c", script], check=True, capture_output=True, text=True)
+        provenance["versions"]["ai-dynamo-runtime"] = asked.stdout.strip()
+    for key, value in provenance.items():
+        if isinstance(value, dict):
+            value = [f"{name} {number}" for name, number in value.items()]
+        print(f"{key:22}{', '.join(value) if isinstance(value, list) else value}")
+    payloads, num_blocks, tokens = make_stream(options.batches, options.held, options.seed)
+    num_bytes = sum(map(len, payloads))
+    print(f"\n{options.batches:,} batches, {num_blocks:,} blocks stored or removed, {num_bytes / 1e6:.0f} MB")
+    feed = Feed(payloads)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    try:
+        for _ in range(options.runs):
+            for name in names:
+                if name == DYNAMO:
+                    seconds = measure_dynamo(options.dynamo, feed, tokens)
+                else:
+                    seconds = measure_ours(name, feed, options.batches)
+                rates[name].append(num_blocks / max(seconds, 0.01))
+    finally:
+        feed.close()
+    columns = f"{'median':>9}{'p10':>9}{'p90':>9}{'runs':>6}{'of Dynamo':>11}"
+    print(f"\n{'thousand blocks per CPU second':34}{columns}")
+    base = summarize(rates[DYNAMO])[1] if options.dynamo else None
+    for name, values in rates.items():
+        low, median, high = summarize(values)
+        share = f"{median / base:>11.2f}" if base else f"{'-':>11}"
+        print(f"    {name:30}{median / 1e3:>9.1f}{low / 1e3:>9.1f}{high / 1e3:>9.1f}{len(values):>6}{share}")
+    if options.json is not None:
+        found = {"num_blocks": num_blocks, "num_bytes": num_bytes, "blocks_per_cpu_second": rates}
+        options.json.write_text(json.dumps({"provenance": provenance, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What every command prints through: any encoding, a reader that has gone, tables that stay whole, errors."""
+
+import codecs
+import os
+import sys
+from typing import NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from kv_pool.cli.foreign_text import escape_json, escape_lines
+
+_UNLIMITED_WIDTH = 10_000
+_SPELLINGS = {"█": "#", "→": "->", "µ": "u", "…": "...", "×": "x", "■": "#", "·": "."}
+
+
+def prepare_streams() -> None:
+    """Make standard output and error accept any text: what the encoding lacks is spelled otherwise."""
+    codecs.register_error("kv_pool.spell", _spell)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="kv_pool.spell")
+
+
+def end_for_closed_output() -> NoReturn:
+    """End silently with status 141, as SIGPIPE would: the reader of the output, such as `head`, has gone."""
+    # Otherwise the interpreter flushes at exit what is left, and reports that it could not.
+    null = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(null, number)
+    sys.exit(128 + 13)
+
+
+def print_error(error: object) -> None:
+    """Print one message on standard error; its text may be another process's."""
+    print(f"error: {escape_lines(str(error))}", file=sys.stderr)
+
+
+def print_json(result: object) -> None:
+    """Print one line of JSON, for programs; characters that do not print are escaped."""
+    print(encode_json_line(result))
+
+
+def encode_json_line(result: object) -> str:
+    """Return one line of JSON in which characters that do not print are escaped."""
+    return escape_json(msgspec.json.encode(result).decode())
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table with every cell of its `no_wrap` columns whole, however narrow the terminal is.
+
+    Other columns fold at words on a terminal; nothing folds in a pipe or a file.
+    """
+    console = console or Console()
+    measured = measure_table(table, console)
+    console.width = max(console.width, measured.minimum) if console.is_terminal else measured.maximum
+    console.print(table)
+
+
+def measure_table(table: Table, console: Console) -> Measurement:
+    """The least width of a table, with `no_wrap` columns whole, and the width at which nothing folds."""
+    options = console.options.update_width(_UNLIMITED_WIDTH)
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [column.header, *column.cells] if table.show_header else column.cells
+            column.min_width = max(
+                (Measurement.get(console, options, one).maximum for one in cells), default=0
+            )
+    return Measurement.get(console, options, table)
+
+
+def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_spell_char(one) for one in error.object[error.start : error.end]), error.end
+
+
+def _spell_char(char: str) -> str:
+    if "\u2800" <= char <= "\u28ff":  # the signs of rich's spinner
+        return "*"
+    return _SPELLINGS.get(char) or char.encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,30 @@
+"""Files that commands write their results to."""
+
+from pathlib import Path
+
+from kv_pool.cli.foreign_text import escape_json
+from kv_pool.errors import TraceError
+from kv_pool.replay.report import encode_json, write_json
+
+
+def write_report(report: object, path: str) -> None:
+    """Write a report as JSON; where that fails, print it on standard output, so that it is not lost.
+
+    Raises:
+        TraceError: the file was not written.
+    """
+    try:
+        write_json(report, path)
+    except TraceError as error:
+        print(escape_json(encode_json(report).decode()))
+        raise TraceError(f"{error}; the report is on standard output instead") from error
+
+
+def find_unused(path: str) -> str:
+    """Return `path`, or with -2, -3 and so on before its suffix the first that does not exist."""
+    first = Path(path)
+    found, number = first, 1
+    while found.exists():
+        number += 1
+        found = first.with_stem(f"{first.stem}-{number}")
+    return str(found)

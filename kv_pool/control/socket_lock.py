@@ -1,0 +1,65 @@
+"""`lock_socket`: one server at a time looks for another at a socket's path, and makes its own there."""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kv_pool.errors import ControlError
+from kv_pool.regular_files import open_private
+
+_PAUSE_S = 0.01
+
+
+@contextmanager
+def lock_socket(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold a lock that belongs to the socket at `path`; of two servers that replace a dead one's socket, one
+    would be lost.
+
+    The lock is on a file beside the socket, `.NAME.lock`, which only this user can open. A lock on the folder
+    could be held by every user who can read the folder.
+
+    Args:
+        timeout_s: to wait for another process of this user that holds it.
+    Raises:
+        ControlError: the file belongs to another user or cannot be made, or the time is over.
+    """
+    name = f".{path.name}.lock"
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        lock = _take_lock(folder, path.parent / name, time.monotonic() + timeout_s)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+            os.close(lock)
+    finally:
+        os.close(folder)
+
+
+def _take_lock(folder: int, place: Path, deadline: float) -> int:
+    """The descriptor of the locked file."""
+    while True:
+        try:
+            lock = open_private(place.name, os.O_RDWR | os.O_CREAT, folder)
+        except OSError as error:
+            raise ControlError(
+                f"{place}: can not be locked: {error.strerror}. Remove it, or name a socket with --socket in "
+                "a folder that only you can write to"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(place.name, dir_fd=folder).st_ino == os.fstat(lock).st_ino:
+                return lock
+        except OSError as error:  # held, or removed by its last holder before it was locked here
+            if error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
+                os.close(lock)
+                raise
+        os.close(lock)
+        if time.monotonic() > deadline:
+            raise ControlError(f"{place}: another server of yours holds it; end that, or name another socket")
+        time.sleep(_PAUSE_S)

@@ -1,0 +1,27 @@
+"""Whether a pool of a given number of blocks fits into this machine's memory."""
+
+from kv_pool.core.mode import COMPILED
+from kv_pool.errors import PoolTooLargeError
+
+UNCHECKED_BLOCKS = 10_000_000
+"""Pools up to this size, of 1 to 2 GB, are built without asking the machine."""
+
+BYTES_PER_BLOCK = 104 if COMPILED else 168
+"""Measured for a fresh `BlockPool`; cached and used blocks take more."""
+
+
+def check_fits_memory(num_blocks: int) -> None:
+    """Raise PoolTooLargeError if the records of `num_blocks` blocks need more memory than is available."""
+    if num_blocks <= UNCHECKED_BLOCKS:
+        return
+    from kv_pool.machine_memory import count_available_bytes
+
+    needed = num_blocks * BYTES_PER_BLOCK
+    available = count_available_bytes()
+    if available is not None and needed > available:
+        needed_gb, available_gb = needed / 1e9, available / 1e9
+        raise PoolTooLargeError(
+            f"a pool of {num_blocks:,} blocks needs {needed_gb:,.1f} GB of memory for its own "
+            f"records, {BYTES_PER_BLOCK} bytes per block; {available_gb:,.1f} GB are available. "
+            f"Ask for fewer blocks, or for larger ones"
+        )

@@ -1,0 +1,59 @@
+"""Blocks behind a hash that was removed and is stored again are announced again, behind it.
+
+```text
+announced so far        a b c d stored, b removed      some readers cannot reach c and d any more
+b is stored again       c d removed, b c d stored      all readers reach all of them
+```
+
+Dynamo's indexer hides what stands behind a removed block; storing the block does not bring it back.
+"""
+
+from typing import Any
+
+from kv_pool.core.kv_events import BlockRemoved, KVCacheEvent
+from kv_pool.events.chains import is_alike, make_event
+from kv_pool.events.resident_blocks import PlaceBlocks, list_children
+
+MAX_TAIL_BLOCKS = 1024
+"""Blocks that are announced again for one stored event; what is beyond stays as it was."""
+
+
+def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEvent]:
+    """Return one removal of the blocks behind these, then stores of all; [] if none is.
+
+    Args:
+        blocks: those of one place.
+        fresh: hashes that have just become resident, parents first, and are not announced yet.
+
+    O(blocks announced).
+    """
+    place = blocks.place
+    are_fresh = set(fresh)
+    shown: set[Any] = set()
+    again: list[Any] = []
+    stores: list[KVCacheEvent] = []
+    pending = fresh[::-1]
+    while pending:
+        following = pending.pop()
+        run: list[Any] = []
+        run_blocks: list[Any] = []
+        while following is not None and following not in shown:
+            if following not in are_fresh:
+                if len(again) == MAX_TAIL_BLOCKS:
+                    break
+                again.append(following)
+            block = blocks.shard(following)[following]
+            shown.add(following)
+            run.append(following)
+            run_blocks.append(block)
+            following = None
+            for child in list_children(block.children):
+                if following is None and is_alike(block, blocks.shard(child)[child]):
+                    following = child
+                else:
+                    pending.append(child)
+        if run:
+            stores.append(make_event(place, run, run_blocks))
+    if not again:
+        return []
+    return [BlockRemoved(again, place.medium, place.group_idx, place.locality, place.ownership), *stores]

@@ -1,0 +1,56 @@
+"""What a pool has cached now, key by key."""
+
+import pytest
+
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    BlockStored,
+    FullAttentionSpec,
+    KVCacheManager,
+    Request,
+    SlidingWindowSpec,
+)
+from kv_pool.core.cached_keys import CachedKey
+
+
+@pytest.mark.parametrize("use_int_block_hashes", [True, False])
+def test_cached_keys_are_those_that_events_announced(use_int_block_hashes):
+    pool = BlockPool(20, True, 4, enable_kv_cache_events=True, use_int_block_hashes=use_int_block_hashes)
+    manager = KVCacheManager(
+        pool, groups=[FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)]
+    )
+    request = Request("r", range(12), BlockHasher("sha256_cbor", block_size=4))
+    manager.allocate_slots(request, 12)
+    announced = {
+        (event.group_idx, block_hash)
+        for event in manager.take_events()
+        if isinstance(event, BlockStored)
+        for block_hash in event.block_hashes
+    }
+    keys = list(manager.iter_cached_keys())
+    assert {(key.group_id, key.external_hash) for key in keys} == announced
+    assert {(key.group_id, key.block_hash) for key in keys} == {
+        (group_id, block_hash) for group_id in (0, 1) for block_hash in request.block_hashes
+    }
+    assert all(pool.get_cached_block(key.block_hash, [key.group_id]) for key in keys)
+
+
+def test_a_hash_that_two_blocks_carry_is_one_key():
+    manager = KVCacheManager(BlockPool(20, True, 4))
+    hasher = BlockHasher(block_size=4)
+    requests = [Request(name, range(8), hasher) for name in "ab"]
+    for request in requests:
+        manager.allocate_slots(request, 8)
+    assert len(list(manager.iter_cached_keys())) == 2
+
+
+def test_keys_are_those_of_the_call_whatever_happens_meanwhile():
+    manager = KVCacheManager(BlockPool(20, True, 4))
+    request = Request("r", range(8), BlockHasher(block_size=4))
+    manager.allocate_slots(request, 8)
+    keys = manager.iter_cached_keys()
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    assert [type(key) for key in keys] == [CachedKey, CachedKey]
+    assert list(manager.iter_cached_keys()) == []
