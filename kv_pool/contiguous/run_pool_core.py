@@ -1,7 +1,6 @@
 """`RunPoolCore`: a block pool and the index of its free runs, kept in step. Use `RunBlockPool`."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -9,6 +8,8 @@ from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import FreeRunIndex
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
+from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import (
     BlockPoolCore,
     as_pairs,
@@ -34,10 +35,35 @@ DEFAULT_RUN_LENGTH = 16
 class RunPoolCore(BlockPoolCore):
     """See `RunBlockPool`."""
 
-    def __init__(self, *arguments: Any, early_share: float = DEFAULT_EARLY_SHARE, **options: Any) -> None:
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: BlockObserver | None = None,
+        num_hash_lookahead_tokens: int = 0,
+        medium: str = MEDIUM_GPU,
+        *,
+        event_types: KVEventTypes = KV_EVENT_TYPES,
+        use_int_block_hashes: bool = True,
+        dense_events: bool = False,
+        early_share: float = DEFAULT_EARLY_SHARE,
+    ) -> None:
         if not 0 <= early_share <= 1:
             raise InvalidArgumentError(f"early_share is {early_share}; it is a share of the queue, 0 to 1")
-        super().__init__(*arguments, **options)
+        super().__init__(
+            num_gpu_blocks,
+            enable_caching,
+            hash_block_size,
+            enable_kv_cache_events,
+            metrics_collector,
+            num_hash_lookahead_tokens,
+            medium,
+            event_types=event_types,
+            use_int_block_hashes=use_int_block_hashes,
+            dense_events=dense_events,
+        )
         self.early_share: float = early_share
         self.epoch: int = 0
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share)
@@ -174,12 +200,16 @@ class RunPoolCore(BlockPoolCore):
             raise
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
-        listed = ordered_blocks.copy()
+        is_freed = False
         try:
-            free_all(self, ordered_blocks, True)
+            free_all(self, ordered_blocks, False)
+            is_freed = True
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(ordered_blocks, self._owner, num_free, self.enable_caching, False)
+            ordered_blocks.clear()
         except BaseException as error:
+            if is_freed:
+                ordered_blocks.clear()
             self._follow(error)
             raise
 

@@ -678,39 +678,20 @@ def take_first(pool: BlockPoolCore, num_blocks: int, onto: list[KVCacheBlock] | 
     taken: list[KVCacheBlock] = []
     if num_blocks == 0:
         return taken
-    any_cached = pop_first(pool, num_blocks, taken)
-    try:
-        if any_cached or pool.metrics_collector is not None:
-            give_content_away(pool, taken, any_cached)
-        if onto is not None:
-            onto += taken
-    except BaseException:
-        pool._unfinished_total = queue.num_free_blocks + num_blocks
-        pool._unfinished_blocks = taken
-        pool._unfinished_count = -1
-        pool._unfinished = UNDO_TAKING_FIRST
-        pool._recover()
-        raise
-    return taken
-
-
-def pop_first(pool: BlockPoolCore, num_blocks: int, taken: list[KVCacheBlock]) -> bool:
-    """Unlink the first blocks of the queue, count a reference of each, and append them to `taken`.
-
-    True if any has content. On whatever interrupts it, nothing has changed but `taken`.
-    """
-    queue = pool.free_block_queue
     num_free = queue.num_free_blocks
     head = queue.fake_free_list_head
     block = head.next_free_block
     after = block
     any_cached = len(pool.cached_block_hashes_by_block) > 0
+    is_cut = False
     try:
         for _ in range(num_blocks):
-            if block is None or block.ref_cnt != 0 or block.next_free_block is None:  # the tail has none
+            if block is None or block.ref_cnt != 0:
+                raise CorruptedPoolError(_describe_bad_queue(queue, len(taken), block))
+            after = block.next_free_block
+            if after is None:  # the tail has none
                 raise CorruptedPoolError(_describe_bad_queue(queue, len(taken), block))
             taken.append(block)
-            after = block.next_free_block
             block.prev_free_block = None
             block.next_free_block = None
             block.ref_cnt = 1
@@ -722,19 +703,32 @@ def pop_first(pool: BlockPoolCore, num_blocks: int, taken: list[KVCacheBlock]) -
         head.next_free_block = block
         block.prev_free_block = head
         queue.num_free_blocks = num_free - num_blocks
+        is_cut = True
+        if any_cached or pool.metrics_collector is not None:
+            give_content_away(pool, taken, any_cached)
+        if onto is not None:
+            onto += taken
     except BaseException:
-        if taken and taken[-1] is after:
-            del taken[-1]  # appended, and not unlinked yet
-        following = queue.fake_free_list_tail if after is None else after
-        head.next_free_block = following
-        following.prev_free_block = head
-        pool._unfinished_total = num_free
+        if is_cut:
+            pool._unfinished_total = queue.num_free_blocks + num_blocks
+        else:
+            following = block
+            if taken and taken[-1] is block:
+                if block.next_free_block is not None:
+                    del taken[-1]  # appended, and not unlinked yet
+                else:
+                    following = after
+            if following is None:
+                following = queue.fake_free_list_tail
+            head.next_free_block = following
+            following.prev_free_block = head
+            pool._unfinished_total = num_free
         pool._unfinished_blocks = taken
         pool._unfinished_count = -1
         pool._unfinished = UNDO_TAKING_FIRST
         pool._recover()
         raise
-    return any_cached
+    return taken
 
 
 def _describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: KVCacheBlock | None) -> str:
@@ -847,19 +841,13 @@ def tell_watchers_of_next(pool: BlockPoolCore, num_blocks: int) -> None:
 
     They are off the queue meanwhile, and back at its front even if a watcher raises.
     """
-    taken: list[KVCacheBlock] = []
-    pop_first(pool, num_blocks, taken)
-    try:
-        for block in taken:
-            block.ref_cnt = 0
-            block.generation -= 1
-        pool._tell_watchers(taken)
-    finally:
-        pool._unfinished_total = pool.free_block_queue.num_free_blocks + num_blocks
-        pool._unfinished_blocks = taken
-        pool._unfinished_count = -1
-        pool._unfinished = UNDO_TAKING_FIRST
-        finish(pool)
+    queue = pool.free_block_queue
+    listed: list[KVCacheBlock] = []
+    block = queue.fake_free_list_head.next_free_block
+    while block is not None and block is not queue.fake_free_list_tail and len(listed) < num_blocks:
+        listed.append(block)
+        block = block.next_free_block
+    tell_watchers_of(pool, listed)
 
 
 def tell_watchers_of(pool: BlockPoolCore, blocks: list[KVCacheBlock]) -> None:
