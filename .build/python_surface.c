@@ -25,6 +25,7 @@ static void KVPool_TypeError(const char *expected, const char *variable, PyObjec
         CPy_TypeError(expected, value);
         return;
     }
+    PyErr_Clear(); // of a conversion to float
     Py_XDECREF(KVPool_CallArguments("refuse_type", "sOs", expected, variable + 4, value));
 }
 

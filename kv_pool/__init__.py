@@ -33,7 +33,7 @@ from kv_pool.errors import (
     UnknownDeviceError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockHash, BlockMove
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -67,6 +67,7 @@ __all__ = [
     "AllocStatus",
     "AllocationResult",
     "BlockAllocationRequest",
+    "BlockHash",
     "BlockHashToBlockMap",
     "BlockHasher",
     "BlockInfo",

@@ -1,6 +1,7 @@
 """Types for identifiers, so that a checker tells one kind of bytes or number from another."""
 
-from typing import NamedTuple, NewType
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
 """Digest of a block's tokens, its extra keys and everything before it: equal hashes, equal prefixes."""
@@ -10,6 +11,17 @@ BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 
 ExternalBlockHash = int | bytes
 """A block hash as events carry it: by default the digest's last 8 bytes as an unsigned integer."""
+
+
+class TokenArray(Protocol):
+    """An array of token ids in one dimension, such as NumPy's, or a tensor."""
+
+    def tolist(self) -> Any:
+        """Return the elements as Python numbers."""
+
+
+TokenIds = Sequence[int] | TokenArray
+"""Token ids of a prompt, or generated ones."""
 
 
 class BlockMove(NamedTuple):

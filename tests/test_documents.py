@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
 TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
+REPLAY_README = (ROOT / "kv_pool" / "replay" / "README.md").read_text()
 MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
 MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -120,6 +121,12 @@ def test_the_guide_to_tiers_prints_what_it_says():
     assert told.stdout == output
 
 
+def test_the_page_about_replays_prints_what_it_says():
+    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", REPLAY_README, re.DOTALL).groups()
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_the_guide_to_migration_prints_what_it_says():
     """One program, with a backend of its own in it."""
     code = "".join(re.findall(r"```python\n(.*?)```", MIGRATION_README, re.DOTALL))
@@ -141,6 +148,7 @@ def test_links_in_the_documents_lead_somewhere():
         ROOT / "kv_pool" / "events" / "README.md",
         ROOT / "kv_pool" / "integrations" / "README.md",
         ROOT / "kv_pool" / "manager" / "README.md",
+        ROOT / "kv_pool" / "replay" / "README.md",
         ROOT / "kv_pool" / "tiers" / "README.md",
         ROOT / "kv_pool" / "migration" / "README.md",
         ROOT / "benchmarks" / "README.md",

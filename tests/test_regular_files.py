@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from kv_pool import BlockPool, PublisherConfig
+from kv_pool import BlockPool
 from kv_pool.control.serve_settings import read_settings
+from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_public_key
 from kv_pool.migration.peers import read_peers
 from kv_pool.migration.secret import load_secret

@@ -3,11 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from kv_pool.adapter.holdings import Holder, Holdings, check_sequence_id
+from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
 from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
@@ -19,7 +19,9 @@ from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import (
     InvalidArgumentError,
@@ -135,8 +137,16 @@ class GPUKVPool(KVPoolProtocol):
         enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not isinstance(total_blocks, int) or total_blocks < 1:
-            raise InvalidArgumentError(f"total_blocks is {total_blocks!r}; a pool hands out at least 1 block")
+        total_blocks = as_int("total_blocks", total_blocks)
+        block_size = as_int("block_size", block_size)
+        device_id = as_int("device_id", device_id)
+        block_bytes = as_int("block_bytes", block_bytes)
+        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
+        run_length = as_int("run_length", run_length)
+        if max_pinned_blocks is not None:
+            max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
+        if total_blocks < 1:
+            raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool hands out at least 1 block")
         if not 0 <= reserved_blocks <= total_blocks:
             raise InvalidArgumentError(f"{reserved_blocks} of {total_blocks} blocks cannot be reserved")
         if storage is not None and storage.num_blocks <= total_blocks:
@@ -179,6 +189,17 @@ class GPUKVPool(KVPoolProtocol):
         self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
+
+    def __repr__(self) -> str:
+        num_free = self.get_free_blocks()
+        return (
+            f"<{type(self).__name__} of {self.total_blocks} blocks on device {self.device_id}: "
+            f"{num_free} free, {self.total_blocks - num_free} in use by {len(self._holders)} sequences, "
+            f"{len(self._pins)} pinned>"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -246,8 +267,9 @@ class GPUKVPool(KVPoolProtocol):
             As `allocate`: all blocks are given back, those of requests before the one at fault as well; what
             was evicted or moved for those stays so.
         """
-        for request in requests:
-            check_request(request)
+        requests = [
+            as_request(request) for request in as_list_of("requests", requests, BlockAllocationRequest)
+        ]
         done: list[list[KVCacheBlock]] = []
         try:
             with self.lock:
@@ -273,9 +295,11 @@ class GPUKVPool(KVPoolProtocol):
                 nothing has changed.
         """
         with self.lock:
-            parent = self.holdings.find_usable(parent_id)
+            parent = self.holdings.find_usable(as_sequence_id("parent_id", parent_id))
+            child_id = as_new_id("child_id", child_id)
+            if num_blocks is not None:
+                num_blocks = as_int("num_blocks", num_blocks)
             self.holdings.check_usable(child_id)
-            check_sequence_id(child_id)
             if child_id in self._holders:
                 raise InvalidArgumentError(
                     f"sequence {child_id} holds blocks already; fork() makes a new one"
@@ -313,6 +337,9 @@ class GPUKVPool(KVPoolProtocol):
         """
         with self.lock:
             blocks = list(self.holdings.find(sequence_id).blocks)
+            block_hashes = as_list_of("block_hashes", block_hashes, bytes)
+            if token_ids is not None:
+                token_ids = as_ints("token_ids", token_ids)
             if len(block_hashes) > len(blocks):
                 raise InvalidArgumentError(
                     f"{len(block_hashes)} hashes for the {len(blocks)} blocks of sequence {sequence_id}"
@@ -356,11 +383,12 @@ class GPUKVPool(KVPoolProtocol):
             InvalidArgumentError: it holds blocks already, or there is no such priority.
         """
         with self.lock:
+            sequence_id = as_new_id("sequence_id", sequence_id)
+            block_hashes = as_list_of("block_hashes", block_hashes, bytes)
+            check_priority(priority)
             self.holdings.check_usable(sequence_id)
             if sequence_id in self._holders:
                 raise InvalidArgumentError(f"sequence {sequence_id} holds blocks; a prefix comes first")
-            check_sequence_id(sequence_id)
-            check_priority(priority)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             self._num_looked_up_blocks += len(block_hashes)
             self._num_hit_blocks += len(hits)
@@ -416,7 +444,8 @@ class GPUKVPool(KVPoolProtocol):
 
     def free_many(self, batches: Sequence[Sequence[int]]) -> None:
         """As `free` of all blocks of all batches, all or none; none is listed twice."""
-        self.free([block_id for batch in batches for block_id in batch])
+        listed = as_list("batches", batches)
+        self.free([block_id for batch in listed for block_id in as_ints("batches", batch)])
 
     def free_sequence(self, sequence_id: int) -> int:
         """Take all its blocks from a sequence.
@@ -444,6 +473,7 @@ class GPUKVPool(KVPoolProtocol):
         The LRU policy where the pool has none. Returns the sequences' ids; [] with nothing changed where all
         that may go would not suffice.
         """
+        num_blocks = as_int("num_blocks", num_blocks)
         with self.lock:
             return self._evict(self._victims.choose(URGENT, None, num_blocks) or [])
 
@@ -459,6 +489,10 @@ class GPUKVPool(KVPoolProtocol):
             priority: of the request; sequences of a higher one are left out.
             sequence_id: the request's own sequence, left out, too.
         """
+        num_blocks = as_int("num_blocks", num_blocks)
+        check_priority(priority)
+        if sequence_id is not None:
+            sequence_id = as_sequence_id("sequence_id", sequence_id)
         with self.lock:
             chosen = self._victims.choose(priority, sequence_id, num_blocks)
             victims = self._victims.rank(priority, sequence_id) if chosen is None else chosen
@@ -492,7 +526,7 @@ class GPUKVPool(KVPoolProtocol):
     def blocks_of(self, sequence_id: int) -> list[int]:
         """Block ids of a sequence in the order of its tokens; [] if it holds none."""
         with self.lock:
-            sequence = self._holders.get(sequence_id)
+            sequence = self._holders.get(as_sequence_id("sequence_id", sequence_id))
             return [] if sequence is None else [block.block_id for block in sequence.blocks]
 
     def list_sequences(self) -> list[int]:
@@ -517,6 +551,7 @@ class GPUKVPool(KVPoolProtocol):
         """
         with self.lock:
             block = self.holdings.find_block(block_id)
+            block_id = block.block_id
             holders = self.holdings.list_holders(block)
             return BlockInfo(
                 block_id=block_id,
@@ -534,6 +569,8 @@ class GPUKVPool(KVPoolProtocol):
 
     def count_available(self, priority: int) -> int:
         """How many blocks a request of this priority could have; below 0 where the reserve is in use."""
+        if type(priority) is not int:
+            check_priority(priority)
         num_free = self.block_pool.free_block_queue.num_free_blocks
         return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
@@ -616,6 +653,11 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
+        max_evictions = as_int("max_evictions", max_evictions)
+        if max_moves is not None:
+            max_moves = as_int("max_moves", max_moves)
+        if goal is not None:
+            check_number("goal", goal)
         with self.lock, self.holdings.hold_in_flight():
             if goal is None:
                 return self.placement.pack(max_moves, max_evictions)
@@ -627,6 +669,7 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             InvalidArgumentError: negative, or the storage has no room for them. Nothing has changed.
         """
+        num_blocks = as_int("num_blocks", num_blocks)
         with self.lock:
             if self.storage is not None and self.storage.num_blocks <= self.total_blocks + num_blocks:
                 raise InvalidArgumentError(
@@ -648,6 +691,7 @@ class GPUKVPool(KVPoolProtocol):
             InvalidBlockError: one of them is pinned, or in flight. In all cases nothing has changed.
             CopyFailedError: nothing has moved; what was next to be evicted may be.
         """
+        num_blocks = as_int("num_blocks", num_blocks)
         with self.lock:
             num_left = self.total_blocks - num_blocks
             if num_blocks < 0 or num_left < max(1, self.reserved_blocks):
@@ -665,6 +709,7 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             InvalidArgumentError: they have the same device id, another one has it, or block sizes differ.
         """
+        check_type("peer", peer, GPUKVPool)
         self._routes.connect(peer)
 
     def attach(self, migrator: "Migrator", devices: dict[int, str]) -> None:
@@ -679,7 +724,7 @@ class GPUKVPool(KVPoolProtocol):
 
     def get_attached_node(self, device_id: int) -> str:
         """The name of the node that was attached as this device. Raises UnknownDeviceError for none."""
-        return self._routes.get_node(device_id)
+        return self._routes.get_node(as_int("device_id", device_id))
 
     def migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> list[int]:
         """Move blocks with their bytes to a connected pool, or node; their sequences hold them there.
@@ -702,13 +747,16 @@ class GPUKVPool(KVPoolProtocol):
 
         To another node it takes as long as the bytes do; do not hold the pool's lock meanwhile.
         """
-        return self._routes.migrate(block_ids, target_device_id)
+        target_device_id = as_int("target_device_id", target_device_id)
+        return self._routes.migrate(as_ints("block_ids", block_ids), target_device_id)
 
     def try_migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> MigrationResult:
-        """As `migrate_blocks`, with whatever it raises of ours as a result."""
+        """As `migrate_blocks`, with any `KVPoolError` but InvalidTypeError as a result instead of raised."""
         started = self._clock()
         try:
             migrated = self.migrate_blocks(block_ids, target_device_id)
+        except InvalidTypeError:
+            raise
         except KVPoolError as error:
             return MigrationResult(False, migration_time=(self._clock() - started) * 1000, error=error)
         elapsed = (self._clock() - started) * 1000
@@ -766,12 +814,23 @@ class GPUKVPool(KVPoolProtocol):
     def _allocate_locked(
         self, request: BlockAllocationRequest, tried: Sequence[str] = ()
     ) -> list[KVCacheBlock]:
-        num_blocks = request.num_blocks
-        if type(num_blocks) is not int or num_blocks < 1 or request.priority not in (0, 1, 2):
-            check_request(request)
-        check_sequence_id(request.sequence_id)
+        try:
+            num_blocks = request.num_blocks
+            sequence_id = request.sequence_id
+        except AttributeError:
+            refuse_type("request", request, "BlockAllocationRequest")
+        if (
+            type(num_blocks) is not int
+            or type(sequence_id) is not int
+            or num_blocks < 1
+            or sequence_id < 0
+            or request.priority not in (0, 1, 2)
+        ):
+            request = as_request(request)
+            num_blocks = request.num_blocks
+            sequence_id = request.sequence_id
         if self.holdings.barred:
-            self.holdings.check_usable(request.sequence_id)
+            self.holdings.check_usable(sequence_id)
         device_id = request.device_id
         if device_id is not None and device_id != self.device_id:
             raise UnknownDeviceError(
@@ -779,11 +838,11 @@ class GPUKVPool(KVPoolProtocol):
             )
         if request.pinned:
             self._pins.check_room(num_blocks)
-        sequence = self._holders.get(request.sequence_id)
+        sequence = self._holders.get(sequence_id)
         after = None if sequence is None else next(reversed(sequence.blocks))
         taken = self._take(request, after, tried)
         if sequence is None:
-            sequence = Holder(request.sequence_id, request.priority, self._clock())
+            sequence = Holder(sequence_id, request.priority, self._clock())
         else:
             sequence.priority = max(sequence.priority, request.priority)
         self._hold(sequence, taken)
@@ -809,7 +868,7 @@ class GPUKVPool(KVPoolProtocol):
             raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
         taken = placement.take_run(num_blocks, after, contiguous)
         if taken is None and placement.may_move:
-            max_moves = num_blocks if request.max_moves is None else request.max_moves
+            max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
             taken = self._make_run(num_blocks, max_moves, "prefer")
         return placement.take_any(num_blocks, after) if taken is None else taken
 
@@ -919,14 +978,20 @@ def is_run(block_ids: Sequence[int]) -> bool:
 
 def check_priority(priority: int) -> None:
     """Raise InvalidArgumentError for what is no priority."""
+    as_int("priority", priority)
     if priority not in (0, 1, 2):
         raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
 
 
-def check_request(request: BlockAllocationRequest) -> None:
-    """Raise for what no pool can serve."""
-    if type(request.num_blocks) is not int:
-        raise InvalidTypeError(f"num_blocks is a {type(request.num_blocks).__name__}; it counts blocks")
-    if request.num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {request.num_blocks}; ask for at least 1 block")
-    check_priority(request.priority)
+def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
+    """Return the request with ids and counts as ints. Raise for what no pool can serve."""
+    check_type("request", request, BlockAllocationRequest)
+    checked = replace(
+        request,
+        num_blocks=as_int("num_blocks", request.num_blocks),
+        sequence_id=as_new_id("sequence_id", request.sequence_id),
+    )
+    if checked.num_blocks < 1:
+        raise InvalidArgumentError(f"num_blocks is {checked.num_blocks}; ask for at least 1 block")
+    check_priority(checked.priority)
+    return checked

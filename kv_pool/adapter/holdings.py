@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
     InvalidBlockError,
-    InvalidTypeError,
     PinnedBlockError,
     UnknownSequenceError,
 )
@@ -135,7 +135,7 @@ class Holdings:
 
     def find(self, sequence_id: int) -> Holder:
         """The sequence. Raises UnknownSequenceError where it holds nothing."""
-        holder = self.holders.get(sequence_id)
+        holder = self.holders.get(as_sequence_id("sequence_id", sequence_id))
         if holder is None:
             raise UnknownSequenceError(
                 f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Evicted?"
@@ -150,8 +150,7 @@ class Holdings:
 
     def find_block(self, block_id: int) -> KVCacheBlock:
         """The block, free or in use. Raises InvalidTypeError, InvalidBlockError for what is none."""
-        if not isinstance(block_id, int):
-            raise InvalidTypeError(f"a block id is an int, not a {type(block_id).__name__}")
+        block_id = as_int("block_id", block_id)
         total_blocks = len(self._block_pool.blocks) - 1
         if not 0 < block_id <= total_blocks:
             raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
@@ -168,8 +167,10 @@ class Holdings:
         first_holders = self.first_holders
         num_blocks = len(blocks)
         found = []
-        for block_id in block_ids:
-            if type(block_id) is not int or not 0 < block_id < num_blocks:
+        for block_id in as_list("block_ids", block_ids):
+            if type(block_id) is not int:
+                block_id = as_int("block_ids", block_id)
+            if not 0 < block_id < num_blocks:
                 self.find_block(block_id)
             block = blocks[block_id]
             if block not in first_holders:
@@ -186,9 +187,10 @@ class Holdings:
             InvalidBlockError: a block is listed twice, or not held by that sequence, or by none.
             FrozenSequenceError: a migration has one of the sequences.
         """
-        blocks = self.find_held(block_ids)
-        if len(set(block_ids)) != len(block_ids):
-            twice = next(block_id for at, block_id in enumerate(block_ids) if block_id in block_ids[:at])
+        listed = as_list("block_ids", block_ids)
+        blocks = self.find_held(listed)
+        if len(set(listed)) != len(listed):
+            twice = next(block_id for at, block_id in enumerate(listed) if block_id in listed[:at])
             raise InvalidBlockError(f"block {twice} is listed twice")
         if sequence_id is None:
             drops = [(self.first_holders[block], block) for block in blocks]
@@ -222,7 +224,14 @@ class Holdings:
         return pool.hold(in_flight, "taken from the block pool directly")
 
 
-def check_sequence_id(sequence_id: int) -> None:
-    """Raise InvalidArgumentError for what could be taken for `NO_SEQUENCE`."""
+def as_sequence_id(name: str, sequence_id: int) -> int:
+    """Return a sequence's id as an int. Raise InvalidTypeError for what is not an integer."""
+    return sequence_id if type(sequence_id) is int else as_int(name, sequence_id)
+
+
+def as_new_id(name: str, sequence_id: int) -> int:
+    """As `as_sequence_id`; raise InvalidArgumentError for what could be taken for `NO_SEQUENCE`."""
+    sequence_id = as_sequence_id(name, sequence_id)
     if sequence_id < 0:
-        raise InvalidArgumentError(f"sequence_id is {sequence_id}; ids are 0 or more, -1 stands for none")
+        raise InvalidArgumentError(f"{name} is {sequence_id}; ids are 0 or more, -1 stands for none")
+    return sequence_id

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.holdings import Holder, check_sequence_id
+from kv_pool.adapter.holdings import Holder, as_new_id
 from kv_pool.adapter.sequence_owner import SequenceOwner
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
@@ -22,6 +22,7 @@ from kv_pool.errors import (
     PoolExhaustedError,
     StaleTransferError,
 )
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.migration.arriving_keys import insert_keys, list_keys
@@ -70,6 +71,7 @@ class GPUKVPoolSite(MigrationSite):
         hasher: by which blocks are named; nodes with another one are refused. None for other kinds of hashes.
         owner: the engine, see `SequenceOwner`; None where blocks are all there is to a sequence.
         clock: seconds, never falling, that of the migrator.
+        model, weights: their names; nodes with others are refused. "" where they are not named.
     Raises:
         InvalidArgumentError: the pool has no storage.
 
@@ -84,12 +86,16 @@ class GPUKVPoolSite(MigrationSite):
         hasher: BlockHasher | None = None,
         owner: SequenceOwner | None = None,
         clock: Callable[[], float] = time.monotonic,
+        model: str = "",
+        weights: str = "",
     ) -> None:
         if pool.storage is None:
             raise InvalidArgumentError("blocks migrate between pools that have a storage; this one has none")
         self.pool = pool
         self.storage = pool.storage
-        self.layout = BlockLayout.describe(pool.storage, pool.block_size, hasher)
+        self.layout = BlockLayout.describe(
+            pool.storage, pool.block_size, hasher, model=model, weights=weights
+        )
         self.lock = pool.lock
         self.leases = BlockLeases(pool.block_pool, clock)
         self._holdings = pool.holdings
@@ -349,7 +355,7 @@ class GPUKVPoolSite(MigrationSite):
         else:
             sequence_ids = list(dict.fromkeys(set(state.sequence_ids) - {NO_SEQUENCE}))
         for sequence_id in sequence_ids:
-            check_sequence_id(sequence_id)
+            as_new_id("sequence_id", sequence_id)
             self._holdings.check_usable(sequence_id)
         return tuple(sequence_ids)
 
@@ -396,7 +402,7 @@ def _decode(subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> 
     """The state, if it fits what is offered. Raises InvalidArgumentError."""
     try:
         decoded = msgspec.msgpack.decode(state, type=_State) if state else _State()
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise InvalidArgumentError(
             f"what the source says of its blocks is not of a GPUKVPool: {error}"
         ) from error

@@ -41,7 +41,12 @@ def print_error(error: object) -> None:
 
 def print_json(result: object) -> None:
     """Print one line of JSON, for programs; characters that do not print are escaped."""
-    print(escape_json(msgspec.json.encode(result).decode()))
+    print(encode_json_line(result))
+
+
+def encode_json_line(result: object) -> str:
+    """Return one line of JSON in which characters that do not print are escaped."""
+    return escape_json(msgspec.json.encode(result).decode())
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
@@ -51,9 +56,8 @@ def print_table(table: Table, console: Console | None = None) -> None:
     """
     console = console or Console()
     measured = measure_table(table, console)
-    console.print(
-        table, width=max(console.width, measured.minimum) if console.is_terminal else measured.maximum
-    )
+    console.width = max(console.width, measured.minimum) if console.is_terminal else measured.maximum
+    console.print(table)
 
 
 def measure_table(table: Table, console: Console) -> Measurement:

@@ -4,11 +4,13 @@ import time
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import MofNCompleteColumn
 
 import kv_pool.errors as errors
 from kv_pool.cli.console import print_error, print_json
 from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.migration_lines import describe_bytes, describe_outcome
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.signals import EndedBySignal
@@ -64,7 +66,9 @@ def parse_sequence_id(text: str) -> int | None:
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
     """Show how far it is until it has ended."""
-    with make_progress_bar(f"{status.subject} to {status.peer}", MofNCompleteColumn()) as bar:
+    with make_progress_bar(
+        escape(escape_text(f"{status.subject} to {status.peer}")), MofNCompleteColumn()
+    ) as bar:
         task = bar.add_task("", total=None, live="")
         while not status.phase.is_ended:
             # The node has no way to tell us; a look costs it some microseconds.
@@ -95,4 +99,6 @@ def _raise(status: MigrationStatus) -> None:
         raise errors.MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
     kind = getattr(errors, status.error, MigrationError)
     is_ours = isinstance(kind, type) and issubclass(kind, KVPoolError)
-    raise (kind if is_ours else MigrationError)(f"{status.subject} stays: {status.error_message}")
+    raise (kind if is_ours else MigrationError)(
+        f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}"
+    )

@@ -1,22 +1,23 @@
 """`kv-pool migration-status`: the migrations of a running node, now or as they go on."""
 
-import time
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
-from kv_pool.cli.console import print_json
+from kv_pool.cli import watching
+from kv_pool.cli.console import measure_table, print_json, print_table
 from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.migration_lines import describe_bytes
 from kv_pool.control.client import ControlClient
 from kv_pool.control.node_reports import MigrationList
 from kv_pool.migration.status import MigrationStatus
 
-_SECONDS_BETWEEN_LOOKS = 0.5
+_TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
+"""Those that matter most come first."""
 
 
 def migration_status(
@@ -29,42 +30,49 @@ def migration_status(
     """Show the migrations of a running node: those under way, and the last that have ended."""
     console = Console()
     with ControlClient(socket, node=node) as client:
+        if watch:
+            watching.watch(lambda: draw(client.list_migrations(), limit, console), console)
         found = client.list_migrations()
-        if json:
-            print_json(found)
-        elif not watch:
-            console.print(draw(found, limit))
-            for line in list_errors(found, limit):
-                print(line)
-        else:
-            with Live(draw(found, limit), console=console, auto_refresh=False) as live:
-                while True:
-                    # Slow enough to be read; a look costs the node some microseconds.
-                    time.sleep(_SECONDS_BETWEEN_LOOKS)
-                    live.update(draw(client.list_migrations(), limit), refresh=True)
+    if json:
+        print_json(found)
+    else:
+        print_table(draw(found, limit), console)
+        for line in list_errors(found, limit):
+            print(line)
 
 
-def draw(found: MigrationList, limit: int) -> Table:
-    """The last `limit` of them, oldest first."""
+def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Table:
+    """The last `limit` of them, oldest first; without their last columns where these do not fit."""
+    for num_left_out in range(len(_TITLES)):
+        table = _lay_out(found, limit, len(_TITLES) - num_left_out)
+        if fitting is None or not fitting.is_terminal:
+            break
+        if measure_table(table, fitting).minimum <= fitting.width:
+            break
+    return table
+
+
+def _lay_out(found: MigrationList, limit: int, num_columns: int) -> Table:
+    num_migrations = len(found.migrations)
     table = Table(
-        title=f"node {found.name}: {len(found.migrations)} migration{'s' * (len(found.migrations) != 1)}",
+        title=make_cell(f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}"),
         title_justify="left",
         box=box.SIMPLE,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for title in ("what", "how", "phase", "blocks", "bytes", "rate", "time"):
+    for title in _TITLES[:num_columns]:
         is_number = title in ("blocks", "bytes", "rate", "time")
         table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
     for status in found.migrations[-limit:]:
-        table.add_row(*describe_row(status))
+        table.add_row(*map(make_cell, describe_row(status)[:num_columns]))
     return table
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:
     """A line for each of the last `limit` that has failed, or is in doubt."""
     return [
-        f"{status.subject}, {status.phase.value}: {status.error_message}"
+        f"{escape_text(str(status.subject))}, {status.phase.value}: {escape_text(status.error_message)}"
         for status in found.migrations[-limit:]
         if status.error
     ]
@@ -76,8 +84,8 @@ def describe_row(status: MigrationStatus) -> list[str]:
     to = "to" if status.direction == "out" else "from"
     return [
         status.subject,
-        f"{verb} {to} {status.peer}",
         status.phase.value,
+        f"{verb} {to} {status.peer}",
         f"{status.num_done_blocks}/{status.num_blocks}",
         describe_bytes(status.num_bytes),
         f"{describe_bytes(status.bytes_per_s)}/s",

@@ -1,21 +1,27 @@
 """Options that sub-commands share, and the settings they make."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory
+from kv_pool.replay import ranges
+from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model, parse_memory
 from kv_pool.replay.groups import FORMAT, parse_groups
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.simulator import CLOCKS, DEFAULT_BLOCK_SIZE, PREEMPTIONS, TIER_WRITES
+from kv_pool.replay.simulator import CLOCKS, PREEMPTIONS, TIER_WRITES, find_block_size
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
+from kv_pool.replay.trace_clock import EngineRates
 
 _ENGINE = "The engine the trace clock imagines"
-_TIERS = "Colder tiers, for cached blocks that the pool takes anew"
-_MODEL = "The model, for --memory, and where copies take time"
+TIERS_PANEL = "Colder tiers, for cached blocks that the pool takes anew"
+MODEL_PANEL = "The model, for --memory, and where copies take time"
 EVENTS_PANEL = "Events"
+
+DEFAULT_COPY_RATE = f"{EngineRates.copy_bytes_per_s / 1e9:.0f}GB"
+DEFAULT_DISK_RATE = f"{EngineRates.disk_bytes_per_s / 1e9:.0f}GB"
 
 TraceArgument = Annotated[
     str,
@@ -115,7 +121,7 @@ HostTier = Annotated[
         "are read back on a hit. It is other memory than that of --host-blocks, which is for preempted "
         "requests. With the trace clock it needs --model or dimensions.",
         min=0,
-        rich_help_panel=_TIERS,
+        rich_help_panel=TIERS_PANEL,
     ),
 ]
 DiskTier = Annotated[
@@ -124,7 +130,7 @@ DiskTier = Annotated[
         metavar="BLOCKS",
         help="Capacity of a tier on disk, below the host's: what that has no more room for goes there.",
         min=0,
-        rich_help_panel=_TIERS,
+        rich_help_panel=TIERS_PANEL,
     ),
 ]
 TierWrite = Annotated[
@@ -133,12 +139,12 @@ TierWrite = Annotated[
         metavar="WHEN",
         help=f"{' or '.join(TIER_WRITES)}: blocks go to the first tier when they are taken anew, or as soon "
         "as they are cached.",
-        rich_help_panel=_TIERS,
+        rich_help_panel=TIERS_PANEL,
     ),
 ]
 DiskRate = Annotated[
     str,
-    typer.Option(help="What is copied between host and disk in a second.", rich_help_panel=_TIERS),
+    typer.Option(help="What is copied between host and disk in a second.", rich_help_panel=TIERS_PANEL),
 ]
 Limit = Annotated[int | None, typer.Option(help="Only so many requests from the start.", min=1)]
 TraceBlockSize = Annotated[
@@ -182,15 +188,15 @@ PublishConfig = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=_MODEL),
+    typer.Option(
+        help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=MODEL_PANEL
+    ),
 ]
-Model = Annotated[
-    str | None, typer.Option(help="A well-known model, such as llama-3-8b.", rich_help_panel=_MODEL)
-]
-NumLayers = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=_MODEL)]
-NumKVHeads = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=_MODEL)]
-HeadSize = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=_MODEL)]
-DtypeBytes = Annotated[int, typer.Option(help="Bytes per KV element.", min=1, rich_help_panel=_MODEL)]
+Model = Annotated[str | None, typer.Option(help=f"One of: {', '.join(MODELS)}.", rich_help_panel=MODEL_PANEL)]
+NumLayers = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
+NumKVHeads = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
+HeadSize = Annotated[int, typer.Option(help="Instead of --model.", min=0, rich_help_panel=MODEL_PANEL)]
+DtypeBytes = Annotated[int, typer.Option(help="Bytes per KV element.", min=1, rich_help_panel=MODEL_PANEL)]
 
 
 def find_kv(
@@ -220,14 +226,48 @@ def find_capacity(
     Raises:
         InvalidArgumentError: not one of the two, or memory without a model, or less than it needs.
     """
+    given = None if blocks is None else str(blocks)
+    (capacity,), block_bytes = find_capacities(trace, block_size, given, memory, kv, groups)
+    return capacity, block_bytes
+
+
+def find_capacities(
+    trace: Trace,
+    block_size: int | None,
+    blocks: str | None,
+    memory: str | None,
+    kv: ModelKV | None,
+    groups: str,
+) -> tuple[list[int], int]:
+    """As `find_capacity`, of lists and ranges."""
     if (blocks is None) == (memory is None):
         raise InvalidArgumentError("give the capacity either as --blocks or as --memory")
-    tokens_per_block = block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+    tokens_per_block = find_block_size(block_size, trace)
     num_groups = len(parse_groups(groups, tokens_per_block))
-    if memory is not None:
-        if kv is None:
-            raise InvalidArgumentError(
-                "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
-            )
-        blocks = count_blocks(parse_memory(memory), tokens_per_block, kv, num_groups)
-    return blocks or 0, 0 if kv is None else kv.count_block_bytes(tokens_per_block, num_groups)
+    if blocks is not None:
+        capacities = parse_list("--blocks", blocks)
+    elif kv is None:
+        raise InvalidArgumentError(
+            "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
+        )
+    else:
+        sizes = parse_list("--memory", memory or "", parse_memory)
+        capacities = [count_blocks(size, tokens_per_block, kv, num_groups) for size in sizes]
+    return capacities, 0 if kv is None else kv.count_block_bytes(tokens_per_block, num_groups)
+
+
+def parse_list(option: str, text: str, parse_one: Callable[[str], int] = ranges.parse_count) -> list[int]:
+    """As `ranges.parse_range`, with errors that name the option."""
+    try:
+        return ranges.parse_range(text, parse_one)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{option}: {error}") from error
+
+
+def check_tiers(has_tiers: bool, clock: str, kv: ModelKV | None) -> None:
+    """Raise InvalidArgumentError where copies to tiers take a time that nothing tells."""
+    if has_tiers and clock == "trace" and kv is None:
+        raise InvalidArgumentError(
+            "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "
+            "decide how long a copy takes"
+        )

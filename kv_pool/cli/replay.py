@@ -54,11 +54,11 @@ def replay(
     keep_prefix: options.KeepPrefix = 0,
     host_blocks: options.HostBlocks = 0,
     preempt: options.Preempt = PREEMPTIONS[0],
-    copy_rate: options.CopyRate = f"{EngineRates.copy_bytes_per_s / 1e9:.0f}GB",
+    copy_rate: options.CopyRate = options.DEFAULT_COPY_RATE,
     host_tier: options.HostTier = 0,
     disk_tier: options.DiskTier = 0,
     tier_write: options.TierWrite = TIER_WRITES[0],
-    disk_rate: options.DiskRate = f"{EngineRates.disk_bytes_per_s / 1e9:.0f}GB",
+    disk_rate: options.DiskRate = options.DEFAULT_DISK_RATE,
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
     timestamp_unit: options.TimestampUnit = "ms",
@@ -94,11 +94,7 @@ def replay(
         raise InvalidArgumentError(
             "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
         )
-    if (host_tier or disk_tier) and clock == "trace" and kv is None:
-        raise InvalidArgumentError(
-            "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "
-            "decide how long a copy takes"
-        )
+    options.check_tiers(bool(host_tier or disk_tier), clock, kv)
     if preempt == "swap" and not host_blocks:
         raise InvalidArgumentError(
             "--preempt swap has no effect without --host-blocks: give both, or neither"

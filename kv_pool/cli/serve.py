@@ -30,7 +30,7 @@ def serve(
     trace: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TRACE]",
+            metavar="TRACE",
             help=f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}. Default: {_DEFAULTS.trace}.",
         ),
     ] = None,

@@ -1,20 +1,37 @@
 """`kv-pool stats`: what a running pool holds, how scattered it is, what its calls cost."""
 
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
 from kv_pool.adapter.statistics import PoolStatistics
-from kv_pool.cli.console import print_json
+from kv_pool.cli import watching
+from kv_pool.cli.console import encode_json_line
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.metrics.latency import CallLatency
 
 
-def stats(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+def stats(
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing them, until Ctrl-C.")] = False,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
     """Show the counts, shares and latencies of a running pool."""
     with ControlClient(socket, node=node) as client:
-        statistics = client.get_statistics()
-    if json:
-        print_json(statistics)
-    else:
-        print("\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe(statistics))]))
+
+        def look() -> Text:
+            statistics = client.get_statistics()
+            if json:
+                return Text(encode_json_line(statistics))
+            return Text("\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe(statistics))]))
+
+        if watch:
+            watching.watch(look, Console(highlight=False))
+        print(look())
 
 
 def describe(statistics: PoolStatistics) -> list[str]:

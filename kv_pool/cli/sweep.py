@@ -13,13 +13,15 @@ from kv_pool.cli.console import measure_table, print_table
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.outputs import find_unused, write_report
 from kv_pool.cli.progress import make_progress_bar
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.replay import ranges
+from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot import check_can_draw, draw_hit_rates
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.report import ReplayReport, read_reports
 from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings
 from kv_pool.replay.sweep import run_sweep
+from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_clock import EngineRates
 
 _BAR_WIDTH = 16
@@ -29,7 +31,22 @@ _AROUND_BAR = 3
 
 def sweep(
     trace: options.TraceArgument,
-    blocks: Annotated[str, typer.Option(help="Capacities in pool blocks: 1000,3000,10000")],
+    blocks: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Capacities in pool blocks: {ranges.FORMAT}.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log5.",
+            rich_help_panel=options.MODEL_PANEL,
+        ),
+    ] = None,
+    model: options.Model = None,
+    num_layers: options.NumLayers = 0,
+    num_kv_heads: options.NumKVHeads = 0,
+    head_size: options.HeadSize = 0,
+    dtype_bytes: options.DtypeBytes = 2,
     block_size: options.BlockSize = None,
     convention: options.Convention = CONVENTIONS[0],
     clock: options.Clock = "instant",
@@ -43,11 +60,22 @@ def sweep(
     host_tier: Annotated[
         str,
         typer.Option(
-            metavar="BLOCKS",
-            help="Capacities of a tier in host memory, too, each with each of the pool's: 0,10000,30000. "
-            "For the instant clock.",
+            metavar="LIST",
+            help="Capacities of a tier in host memory in blocks, each with each of the pool's: 0,10k,30k. "
+            "With the trace clock it needs --model or dimensions.",
+            rich_help_panel=options.TIERS_PANEL,
         ),
     ] = "0",
+    disk_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Capacities of a tier on disk below it, each with each of the others.",
+            rich_help_panel=options.TIERS_PANEL,
+        ),
+    ] = "0",
+    copy_rate: options.CopyRate = options.DEFAULT_COPY_RATE,
+    disk_rate: options.DiskRate = options.DEFAULT_DISK_RATE,
     tier_write: options.TierWrite = TIER_WRITES[0],
     limit: options.Limit = None,
     trace_block_size: options.TraceBlockSize = None,
@@ -59,13 +87,23 @@ def sweep(
         str | None,
         typer.Option(help="Where to draw the curve. Default: sweep.png; sweep-2.png and so on if it exists."),
     ] = None,
+    overlay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw an earlier sweep into the same picture, from what its --json wrote. May be repeated.",
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
-    capacities = _parse_numbers("--blocks", blocks)
-    host_tiers = _parse_numbers("--host-tier", host_tier)
-    if host_tiers != [0] and clock != "instant":
-        raise InvalidArgumentError("--host-tier is for the instant clock here; for another: kv-pool replay")
+    opened = Trace(trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
+    kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
+    capacities, block_bytes = options.find_capacities(opened, block_size, blocks, memory, kv, groups)
+    host_tiers = options.parse_list("--host-tier", host_tier)
+    disk_tiers = options.parse_list("--disk-tier", disk_tier)
+    options.check_tiers(host_tiers != [0] or disk_tiers != [0], clock, kv)
+    others = {file: read_reports(file) for file in overlay or ()}
     picture = find_unused("sweep.png") if png is None else png
     check_can_draw(picture)
     if json is not None:
@@ -76,7 +114,9 @@ def sweep(
         block_size=block_size,
         convention=convention,
         clock=clock,
-        rates=EngineRates(prefill_rate, decode_rate, max_running, speedup),
+        rates=EngineRates(
+            prefill_rate, decode_rate, max_running, speedup, parse_memory(copy_rate), parse_memory(disk_rate)
+        ),
         limit=limit,
         trace_block_size=trace_block_size,
         timestamp_unit=timestamp_unit,
@@ -86,8 +126,9 @@ def sweep(
         chunk_tokens=chunk_tokens,
         watermark=watermark,
         tier_write=tier_write,
+        block_bytes=block_bytes,
     )
-    num_replays = len(capacities) * len(host_tiers)
+    num_replays = len(capacities) * len(host_tiers) * len(disk_tiers)
     with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
         task = bar.add_task("sweep", total=num_replays, live="")
 
@@ -98,12 +139,13 @@ def sweep(
                 live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}",
             )
 
-        reports = run_sweep(settings, capacities, jobs or os.cpu_count() or 1, show, host_tiers)
+        num_processes = jobs or os.cpu_count() or 1
+        reports = run_sweep(settings, capacities, num_processes, show, host_tiers, disk_tiers)
     if json is not None:
         write_report(reports, json)
     console = Console()
     print_table(make_table(reports, console), console)
-    draw_hit_rates(reports, picture)
+    draw_hit_rates(reports, picture, others)
     print(f"curve: {escape_text(picture)}")
 
 
@@ -116,8 +158,8 @@ def make_table(reports: list[ReplayReport], console: Console) -> Table:
 
 
 def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
-    has_tiers = any(report.tiers for report in reports)
-    rows = [_make_row(report, has_tiers) for report in reports]
+    tiers = [name for name in ("host_tier", "disk_tier") if any(report.settings[name] for report in reports)]
+    rows = [_make_row(report, tiers) for report in reports]
     table = Table(title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens")
     for name in rows[0]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -125,33 +167,29 @@ def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
         table.add_column("", width=bar_width, no_wrap=True)
     for report, row in zip(reports, rows, strict=True):
         table.add_row(*row.values(), *["█" * round(bar_width * report.token_hit_rate)] * bool(bar_width))
+    bound = reports[0].infinite_cache
+    if bound is not None:
+        table.caption = (
+            f"an infinite cache: {bound.token_hit_rate:.2%} token hits, {bound.num_blocks:,} blocks"
+        )
     return table
 
 
-def _make_row(report: ReplayReport, has_tiers: bool) -> dict[str, str]:
+def _make_row(report: ReplayReport, tiers: list[str]) -> dict[str, str]:
     token_hits = {"token hits": f"{report.token_hit_rate:.2%}"}
-    if has_tiers:
-        sizes = {"blocks": f"{report.num_blocks:,}", "host tier": f"{report.settings['host_tier']:,}"}
+    sizes = {"blocks": f"{report.num_blocks:,}"}
+    if tiers:
+        sizes |= {name.replace("_", " "): f"{report.settings[name]:,}" for name in tiers}
         share = sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in
-        others = {"from host": f"{share:.2%}", "refused": f"{report.refused_requests:,}"}
+        source = "from host" if tiers == ["host_tier"] else "from tiers"
+        others = {source: f"{share:.2%}", "refused": f"{report.refused_requests:,}"}
     else:
-        sizes = {"blocks": f"{report.num_blocks:,}"}
         others = {
             "block hits": f"{report.block_hit_rate:.2%}",
             "refused": f"{report.refused_requests:,}",
             "preempted": f"{report.preempted:,}",
         }
     return sizes | token_hits | others | {"evictions": f"{report.evictions:,}"}
-
-
-def _parse_numbers(option: str, text: str) -> list[int]:
-    """The whole numbers of a list, each once, in order. Raises InvalidArgumentError."""
-    try:
-        return sorted({int(number.replace("_", "")) for number in text.split(",")})
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"{option} {text!r} is not a list of whole numbers such as 1000,3000,10000"
-        ) from error
 
 
 def _describe(report: ReplayReport) -> str:

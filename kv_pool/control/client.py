@@ -151,6 +151,10 @@ def describe_failure(path: Path, error: OSError) -> str:
     way_out = "Start one with kv-pool serve, or name another socket with --socket."
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"no pool is served at {path}: there is no such socket. {way_out}"
+    if path.is_dir():
+        return f"no pool is served at {path}: this is a folder, not a socket. {way_out}"
+    if isinstance(error, ConnectionRefusedError) and path.exists() and not path.is_socket():
+        return f"no pool is served at {path}: this is a file, not a socket. {way_out}"
     if isinstance(error, ConnectionRefusedError):
         return f"no pool is served at {path}: nobody listens there any more. {way_out}"
     if isinstance(error, PermissionError):

@@ -18,6 +18,7 @@ from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.events.event_publisher import EventPublisher
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.protocol import BlockAllocationRequest
 from kv_pool.replay.replay_request import ReplayRequest, RequestState
 from kv_pool.replay.trace import Trace
@@ -311,7 +312,7 @@ class LiveReplay:
     def _decode(self, state: bytes) -> _SequenceState:
         try:
             return msgspec.msgpack.decode(state, type=_SequenceState)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise InvalidArgumentError(f"this is no request of a live replay: {error}") from error
 
     # ---- bytes -----------------------------------------------------------------------------------

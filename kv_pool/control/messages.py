@@ -24,7 +24,8 @@ import kv_pool.errors as errors
 from kv_pool.adapter.layout import PoolLayout
 from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList, TierList
-from kv_pool.errors import ControlError, KVPoolError
+from kv_pool.errors import ControlError, InvalidArgumentError, KVPoolError
+from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.migration.status import MigrationStatus
 
 MAX_COMMAND_BYTES = 4096
@@ -148,8 +149,11 @@ class _Reply(msgspec.Struct):
 
 
 def encode_command(command: Command) -> bytes:
-    """A line, with its end."""
-    return msgspec.json.encode(command) + b"\n"
+    """A line, with its end. Raises InvalidArgumentError for text that has no form in JSON."""
+    try:
+        return msgspec.json.encode(command) + b"\n"
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"this command can not be sent: {error}") from error
 
 
 def decode_command(line: bytes) -> Command:
@@ -160,15 +164,22 @@ def decode_command(line: bytes) -> Command:
             raise ControlError(f"unknown command {name!r}; known are {', '.join(COMMAND_NAMES)}")
         command: Command = msgspec.json.decode(line, type=Command)
         return command
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ControlError(
             f'a command is one line of JSON such as {{"command": "stats"}}: {error}'
         ) from error
 
 
 def encode_result(result: Result) -> bytes:
-    """The reply of a command that did what it should; a line."""
-    return msgspec.json.encode({"result": result}) + b"\n"
+    """The reply of a command that did what it should; a line.
+
+    Raises:
+        InvalidArgumentError: it has no form in JSON, such as a name with a lone surrogate.
+    """
+    try:
+        return msgspec.json.encode({"result": result}) + b"\n"
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"the reply can not be sent: {error}") from error
 
 
 def encode_error(error: Exception) -> bytes:
@@ -176,7 +187,8 @@ def encode_error(error: Exception) -> bytes:
     name, message = type(error).__name__, str(error)
     if not isinstance(error, KVPoolError):
         name, message = ControlError.__name__, f"the pool raised {name}: {message}"
-    return msgspec.json.encode({"error": name, "message": message}) + b"\n"
+    sendable = message.encode(errors="backslashreplace").decode()
+    return msgspec.json.encode({"error": name, "message": sendable}) + b"\n"
 
 
 def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
@@ -190,7 +202,7 @@ def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
         reply = msgspec.json.decode(line, type=_Reply)
         if reply.error is None:
             return msgspec.json.decode(reply.result, type=result_type)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ControlError(
             f"the answer is not one of this version of kv_pool: {error}. Is another version served?"
         ) from error

@@ -269,9 +269,9 @@ class ControlServer:
             else:
                 with self._guard:
                     result = self._carry_out(command)
+            return encode_result(result)
         except Exception as error:  # A pool's callback may raise anything; the server goes on.
             return encode_error(error)
-        return encode_result(result)
 
     def _carry_out_at_node(self, command: NodeCommand) -> Result:
         node = self._node

@@ -7,10 +7,11 @@ from typing import Any
 
 import xxhash
 
+from kv_pool.core.arguments import as_int, as_list, check_type, refuse_type
 from kv_pool.core.extra_keys import CacheableRequest, ExtraKeys, ExtraKeysWalk, has_extra_keys
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, TokenIds
 
 HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
 
@@ -35,8 +36,8 @@ class BlockHasher:
             `sha256`: 32 bytes, collision-resistant: the safe choice when tenants share a pool.
             `sha256_cbor`: 32 bytes, byte for byte what vLLM 0.33 computes under that name; the same in
             every process and language.
-        seed: goes into the root of every chain. Default for `xxh3_128`: random, the same for all hashers of a
-            process (and of those it forks), so that they hash alike, and another one in any other process. For
+        seed: goes into the root of every chain. Default for `xxh3_128`: random, the same for all hashers of
+            a process (and of those it forks), so that they hash alike; other processes have another. For
             `sha256`: fixed. For `sha256_cbor`: vLLM's own default (vLLM uses PYTHONHASHSEED's value when that
             is set).
         block_size: tokens per hash, at least 1.
@@ -55,12 +56,17 @@ class BlockHasher:
         block_size: int = 16,
         num_lookahead_tokens: int = 0,
     ) -> None:
+        check_type("algorithm", algorithm, str)
+        if seed is not None and not isinstance(seed, str):
+            refuse_type("seed", seed, "str or None")
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(num_lookahead_tokens, int):
+            num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
         if algorithm not in HASH_ALGORITHMS:
             raise InvalidArgumentError(
                 f"unknown hash algorithm {algorithm!r}; known are {', '.join(HASH_ALGORITHMS)}"
             )
-        if not isinstance(block_size, int):
-            raise InvalidTypeError(f"block_size is a {type(block_size).__name__}; it counts tokens")
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; it counts tokens, at least 1")
         if num_lookahead_tokens < 0:
@@ -90,7 +96,7 @@ class BlockHasher:
 
     def hash_blocks(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         parent: BlockHash | None = None,
         extra_keys: Sequence[ExtraKeys | None] = (),
     ) -> list[BlockHash]:
@@ -106,10 +112,16 @@ class BlockHasher:
             InvalidTypeError: a token that is not an integer, an extra key that CBOR has no form for.
         Cost: packs all tokens in one pass, then one digest a block.
         """
+        if parent is not None and not isinstance(parent, bytes):
+            refuse_type("parent", parent, "bytes or None")
         if parent is not None and len(parent) != self.digest_size:
             raise InvalidArgumentError(
                 f"parent has {len(parent)} bytes; {self.algorithm} hashes have {self.digest_size}"
             )
+        if extra_keys:
+            for position, keys in enumerate(as_list("extra_keys", extra_keys)):
+                if keys is not None and not isinstance(keys, tuple):
+                    refuse_type(f"extra_keys[{position}]", keys, "tuple or None")
         previous: bytes = self.root if parent is None else parent
         is_cbor = self.algorithm == "sha256_cbor"
         pieces = (pack_cbor if is_cbor else pack_fixed)(token_ids, self.block_size)
@@ -134,7 +146,7 @@ class BlockHasher:
         return hashes
 
     def _make_extras(
-        self, token_ids: Sequence[int], num_blocks: int, extra_keys: Sequence[ExtraKeys | None]
+        self, token_ids: Any, num_blocks: int, extra_keys: Sequence[ExtraKeys | None]
     ) -> Sequence[tuple[Any, ...] | None]:
         """What goes into each block's hash besides parent and tokens; one entry per block to be hashed."""
         num_lookahead = self.num_lookahead_tokens
@@ -156,7 +168,11 @@ class BlockHasher:
         Appended tokens cost their own blocks only. The tokens of a partial block at the end are checked too.
         Raises: as `hash_blocks`.
         """
-        known = request.block_hashes
+        unchecked: Any = request
+        try:
+            known: Sequence[BlockHash] = unchecked.block_hashes
+        except AttributeError:
+            refuse_type("request", request, "a request")
         start = len(known) * self.block_size
         token_ids = request.all_token_ids[start:]
         num_blocks = len(token_ids) // self.block_size

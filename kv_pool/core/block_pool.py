@@ -1,5 +1,8 @@
 """`BlockPool`: hands out blocks of KV slots and remembers which of them hold which prefix."""
 
+from typing import NoReturn, SupportsIndex
+
+from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 
 
@@ -45,6 +48,17 @@ class BlockPool(BlockPoolCore):
     Not thread-safe: one scheduler thread calls it. Pools compare by identity.
     Contract: vLLM 0.33 `BlockPool`.
     """
+
+    def __repr__(self) -> str:
+        num_free = self.get_num_free_blocks()
+        return (
+            f"<{type(self).__name__} of {self.num_gpu_blocks} blocks: {num_free} free, "
+            f"{self.num_gpu_blocks - 1 - num_free} in use, "
+            f"{len(self.cached_block_hash_to_block)} keys cached>"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
 
     def __delattr__(self, name: str) -> None:
         # mypyc (2.4) calls a compiled property's setter with a null pointer here, and crashes.

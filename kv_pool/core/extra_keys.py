@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kv_pool.errors import InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
@@ -39,12 +39,9 @@ class CacheableRequest(Protocol):
     def cache_salt(self) -> str | None:
         """Only requests with the same salt share blocks."""
 
-    @property
-    def session_id(self) -> str | None:
-        """Goes into events."""
-
-    # Read where it is there: `prompt_embeds`, None or a tensor or array (num_tokens, hidden size), and with
-    # it `_prompt_embeds_per_block_hashes`, a dict that keeps each block's digest.
+    # Optional: `session_id`, a string or None, which goes into events; `prompt_embeds`, None or a tensor or
+    # array (num_tokens, hidden size), and with it `_prompt_embeds_per_block_hashes`, a dict that keeps each
+    # block's digest.
 
 
 def has_extra_keys(request: CacheableRequest) -> bool:
@@ -143,15 +140,22 @@ def check_announceable(request: CacheableRequest) -> None:
 
     Raises:
         InvalidTypeError: something is not there or not what it should be; says what.
+        InvalidArgumentError: text with a lone surrogate, which no event can carry.
     """
     try:
         find_extra_keys(request, 0, 1)
         lora = request.lora_request
-        read: list[Any] = [request.session_id, list(request.all_token_ids[0:0])]
+        session_id = getattr(request, "session_id", None)
+        read: list[Any] = [session_id, request.cache_salt, list(request.all_token_ids[0:0])]
         if lora:
-            read += [lora.adapter_id, lora.name]
+            read += [lora.adapter_id, lora.name, lora.lora_name]
         for feature in request.mm_features or ():
             read += [feature.identifier, feature.mm_position.offset + feature.mm_position.length]
+        for text in read:
+            if isinstance(text, str):
+                text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"the request can not be announced in an event: {error}") from error
     except (AttributeError, TypeError) as error:
         raise InvalidTypeError(f"the request can not be announced in an event: {error}") from error
 

@@ -27,8 +27,8 @@ from kv_pool.errors import CorruptedPoolError
 def check(pool: BlockPool) -> None:
     """Verify every invariant. O(number of blocks). Raises CorruptedPoolError.
 
-    Changes nothing, but for a call that was interrupted twice: it is completed or undone first, as by the pool's
-    next call.
+    Changes nothing, except that a call that was interrupted twice is completed or undone first, as the pool's
+    next call would do.
     """
     if pool._unfinished:
         pool._recover()

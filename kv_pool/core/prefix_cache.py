@@ -131,6 +131,7 @@ class PrefixCache:
                 cache._num_keys = len(cache._cache)
         elif self._unfinished == EVICTING:
             for block in self._unfinished_blocks:
+                block.generation += 1  # for some the second time, which changes nothing
                 evict(self, block)
         elif self._unfinished == MOVING_KEYS:
             source, target = self._unfinished_blocks
@@ -590,7 +591,7 @@ class PrefixCache:
             lora_name=lora.name if lora else None,
             extra_keys=extra_keys or None,
             group_idx=group_id,
-            session_id=request.session_id,
+            session_id=getattr(request, "session_id", None),
             lookahead_token_ids=lookahead if num_lookahead else None,
         )
         return event

@@ -1,11 +1,12 @@
 """From token ids to the bytes that are hashed: once per prompt, one piece per full block."""
 
 from array import array
-from collections.abc import Sequence
 from sys import byteorder
 from typing import Any
 
+from kv_pool.core.arguments import refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.ids import TokenIds
 
 MAX_TOKEN_ID = 2**64 - 1
 
@@ -13,7 +14,7 @@ MAX_TOKEN_ID = 2**64 - 1
 _VECTORIZE_FROM = 128
 
 
-def pack_fixed(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def pack_fixed(token_ids: TokenIds, block_size: int) -> list[bytes]:
     """Each full block's tokens as 8-byte little-endian integers; tokens beyond the last are left out.
 
     Raises:
@@ -28,13 +29,13 @@ def pack_fixed(token_ids: Sequence[int], block_size: int) -> list[bytes]:
     return [packed[start : start + step] for start in range(0, len(packed) - step + 1, step)]
 
 
-def check_token_ids(token_ids: Sequence[int]) -> list[int]:
+def check_token_ids(token_ids: TokenIds) -> list[int]:
     """Return the token ids as a list of ints. Raises: as `pack_fixed`."""
     checked: list[int] = _to_words(token_ids).tolist()
     return checked
 
 
-def pack_cbor(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def pack_cbor(token_ids: TokenIds, block_size: int) -> list[bytes]:
     """Each full block's tokens as a canonical CBOR array of integers (RFC 7049 section 3.9).
 
     Raises: as `pack_fixed`.
@@ -81,7 +82,7 @@ def _pack_cbor_vectorized(words: Any, block_size: int, num_blocks: int) -> list[
     return [header + packed[bounds[i] : bounds[i + 1]] for i in range(num_blocks)]
 
 
-def _to_words(token_ids: Sequence[int]) -> Any:
+def _to_words(token_ids: TokenIds) -> Any:
     """The token ids as an array of unsigned 64-bit integers, after checking that they are."""
     listed: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if isinstance(listed, (bytes, bytearray)):
@@ -89,10 +90,12 @@ def _to_words(token_ids: Sequence[int]) -> Any:
     try:
         return array("Q", listed)
     except (OverflowError, TypeError) as error:
+        if isinstance(listed, str) or not hasattr(listed, "__iter__"):
+            refuse_type("token_ids", token_ids, "a sequence of int")
         for position, token_id in enumerate(listed):
             if not hasattr(token_id, "__index__"):
                 raise InvalidTypeError(
-                    f"token {position} is a {type(token_id).__name__} ({token_id!r}); token ids are ints"
+                    f"token_ids[{position}] is of type {type(token_id).__name__}; expected int"
                 ) from error
             if token_id < 0 or token_id > MAX_TOKEN_ID:
                 raise InvalidArgumentError(

@@ -1,11 +1,11 @@
 """`BatchBlockTable`: the block tables of all running requests as one padded array, written in place."""
 
-from operator import index
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool.core.arguments import as_int, check_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
@@ -79,6 +79,10 @@ class BatchBlockTable:
         self._rows: list[TableRow] = []
         self._row_numbers: dict[str, int] = {}
 
+    def __repr__(self) -> str:
+        rows, columns = self.block_ids.shape
+        return f"<BatchBlockTable of {self.num_requests} requests in {rows} rows of {columns} blocks>"
+
     @property
     def num_requests(self) -> int:
         return len(self._rows)
@@ -93,6 +97,7 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: no such request.
         """
+        check_type("request_id", request_id, str)
         row_number = self._row_numbers.get(request_id)
         if row_number is None:
             raise InvalidArgumentError(f"request {request_id!r} has no row; add_request() gives it one")
@@ -112,6 +117,8 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: the request has a row already, or all rows are taken. Nothing has changed.
         """
+        check_type("request_id", request_id, str)
+        check_type("table", table, BlockTable)
         row_number = len(self._rows)
         if request_id in self._row_numbers:
             raise InvalidArgumentError(
@@ -149,6 +156,8 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: a number that is not a row's. Nothing has changed.
         """
+        row_number = as_int("row_number", row_number)
+        other_row_number = as_int("other_row_number", other_row_number)
         for number in (row_number, other_row_number):
             if not 0 <= number < len(self._rows):
                 raise InvalidArgumentError(f"row {number} is not one of the {len(self._rows)} rows in use")
@@ -234,10 +243,7 @@ class BatchBlockTable:
 
 
 def _to_count(name: str, value: int) -> int:
-    try:
-        count = index(value)
-    except TypeError as error:
-        raise InvalidTypeError(f"{name} is a number: {error}") from error
+    count = as_int(name, value)
     if count < 1:
         raise InvalidArgumentError(f"{name} is {count}, not 1 or more")
     return count

@@ -31,6 +31,11 @@ class BlockTable:
         self.num_edits: int = 0
         self.is_forked: bool = False
 
+    def __repr__(self) -> str:
+        ids = " ".join([str(block.block_id) for block in self.blocks[:8]])
+        more = " ..." if len(self.blocks) > 8 else ""
+        return f"<BlockTable of {len(self.blocks)} blocks: {ids}{more}>"
+
     def list_ids(self) -> list[int]:
         """Block ids, head first; the null block's where nothing is kept."""
         return [block.block_id for block in self.blocks]

@@ -20,3 +20,7 @@ class CachedPrefix(NamedTuple):
     blocks: tuple[list[KVCacheBlock], ...]
     num_tokens: int
     num_evictions: int
+
+    def __repr__(self) -> str:
+        counts = ", ".join(str(len(group)) for group in self.blocks)
+        return f"<CachedPrefix of request {self.request_id!r}: {self.num_tokens} tokens, {counts} blocks>"

@@ -2,13 +2,15 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import lcm
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool_core import RunPoolCore
+from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey
+from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -25,7 +27,7 @@ from kv_pool.manager.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_hit import find_common_hit
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.request_checks import as_count, check_block_size, check_bound, check_prefix
+from kv_pool.manager.request_checks import check_block_size, check_bound, check_prefix, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
 
@@ -77,11 +79,13 @@ class KVCacheManager:
         block_size: SupportsIndex | None = None,
         *,
         groups: Sequence[KVCacheSpec] | None = None,
-        max_model_len: int | None = None,
-        max_in_flight_tokens: int | None = None,
+        max_model_len: SupportsIndex | None = None,
+        max_in_flight_tokens: SupportsIndex | None = None,
         watermark: float = 0.0,
         retention: BlockRetention | None = None,
     ) -> None:
+        check_type("block_pool", block_pool, BlockPoolCore)
+        check_number("watermark", watermark)
         self.block_pool: BlockPoolCore = block_pool
         if groups is None:
             groups = [FullAttentionSpec(block_size=check_block_size(block_pool, block_size))]
@@ -91,7 +95,7 @@ class KVCacheManager:
             raise InvalidArgumentError("groups is empty; a model has at least one group of layers")
         if not 0 <= watermark < 1:
             raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
-        self.groups: tuple[KVCacheSpec, ...] = tuple(groups)
+        self.groups: tuple[KVCacheSpec, ...] = tuple(as_list_of("groups", groups, KVCacheSpec))
         for spec in self.groups:
             if spec.is_cacheable:
                 check_block_size(block_pool, spec.block_size)
@@ -125,6 +129,12 @@ class KVCacheManager:
             retention.attach([spec.block_size if spec.is_cacheable else 0 for spec in self.groups])
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(self._groups))
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self._tables)} requests over {self.block_pool!r}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
+
     # ---- looking ---------------------------------------------------------------------------------
 
     @property
@@ -139,7 +149,7 @@ class KVCacheManager:
         return num_free if self.retention is None else num_free + self.retention.num_kept
 
     def get_computed_blocks(
-        self, request: SchedulableRequest, max_num_tokens: int | None = None
+        self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None = None
     ) -> CachedPrefix:
         """The longest cached prefix of the request that all groups have. Changes nothing; an empty one is an
         answer.
@@ -151,12 +161,15 @@ class KVCacheManager:
         Cost: O(blocks found) for full attention, in one call into the pool; O(blocks of the prompt) for the
         others.
         """
+        request_id = get_request_id("request", request)
         num_tokens = 0
         blocks: tuple[list[KVCacheBlock], ...]
         if not self.block_pool.enable_caching:
             blocks = tuple([[] for _ in self._groups])
         else:
-            limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
+            limit = request.num_tokens - 1
+            if max_num_tokens is not None:
+                limit = as_int("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             self._caching.check_hash_size(request)
             if self._is_full_attention:
@@ -166,10 +179,11 @@ class KVCacheManager:
             else:
                 found_by_group, num_tokens = find_common_hit(self._groups, hashes, limit)
                 blocks = tuple(found_by_group)
-        return CachedPrefix(request.request_id, blocks, num_tokens, self.block_pool.num_evictions)
+        return CachedPrefix(request_id, blocks, num_tokens, self.block_pool.num_evictions)
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether the request has a block table."""
+        check_type("request_id", request_id, str)
         return request_id in self._tables
 
     def list_request_ids(self) -> list[str]:
@@ -182,6 +196,9 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks, or there is no such group.
         """
+        check_type("request_id", request_id, str)
+        if not isinstance(group_id, int):
+            group_id = as_int("group_id", group_id)
         tables = self._tables_of(request_id)
         if not 0 <= group_id < len(tables):
             raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
@@ -206,7 +223,9 @@ class KVCacheManager:
 
     def count_most_blocks(self, num_tokens: SupportsIndex, *, num_encoder_tokens: int = 0) -> int:
         """Blocks that a request of so many tokens in all holds at most at a time; see `fits_alone`."""
-        return self._needs.count_most_blocks(as_count("num_tokens", num_tokens), num_encoder_tokens)
+        if not isinstance(num_encoder_tokens, int):
+            num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+        return self._needs.count_most_blocks(as_int("num_tokens", num_tokens), num_encoder_tokens)
 
     def can_allocate(
         self,
@@ -225,8 +244,10 @@ class KVCacheManager:
         Raises:
             What `allocate_slots` raises.
         """
-        tables = self._tables.get(request.request_id)
-        num_new = as_count("num_new_tokens", num_new_tokens)
+        request_id = get_request_id("request", request)
+        tables = self._tables.get(request_id)
+        num_new = as_int("num_new_tokens", num_new_tokens)
+        _check_options(num_encoder_tokens, full_sequence_must_fit, False, reserved_blocks)
         num_computed = self._check_call(
             request, tables, num_new, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
         )
@@ -247,7 +268,7 @@ class KVCacheManager:
                 tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
             )
             if tables is not None:
-                num_available += self._needs.count_to_forget(request.request_id, tables, num_before)
+                num_available += self._needs.count_to_forget(request_id, tables, num_before)
             if need <= num_available - reserved_blocks and not self._caching.is_unwritten(prefix_blocks):
                 return AllocStatus.OK
         fits_alone = self._needs.fits_alone(
@@ -311,9 +332,10 @@ class KVCacheManager:
         shares are replaced: see `take_block_copies`.
         Cost: O(groups + blocks touched, added and given up).
         """
-        request_id = request.request_id
+        request_id = get_request_id("request", request)
         tables = self._tables.get(request_id)
-        num_new = as_count("num_new_tokens", num_new_tokens)
+        num_new = as_int("num_new_tokens", num_new_tokens)
+        _check_options(num_encoder_tokens, full_sequence_must_fit, delay_cache_blocks, reserved_blocks)
         num_computed = self._check_call(
             request, tables, num_new, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
         )
@@ -387,10 +409,11 @@ class KVCacheManager:
                 blocks, another count or other tokens. Nothing has changed.
         Cost: O(blocks of the parent).
         """
-        tables = self._tables_of(parent.request_id)
+        tables = self._tables_of(get_request_id("parent", parent))
+        child_id = get_request_id("child", child)
         num_computed = parent.num_computed_tokens
-        if child.request_id in self._tables:
-            raise InvalidArgumentError(f"request {child.request_id!r} has blocks already")
+        if child_id in self._tables:
+            raise InvalidArgumentError(f"request {child_id!r} has blocks already")
         if child.num_computed_tokens != num_computed:
             raise InvalidArgumentError(
                 f"request {parent.request_id!r} has {num_computed} computed tokens, its fork "
@@ -422,7 +445,7 @@ class KVCacheManager:
             table.is_forked = True
             self.block_pool.touch(copy.blocks)
             copies.append(copy)
-        self._tables[child.request_id] = copies
+        self._tables[child_id] = copies
         self._has_forks = True
 
     # ---- caching ---------------------------------------------------------------------------------
@@ -436,7 +459,9 @@ class KVCacheManager:
             InvalidArgumentError: no such request, or it has no slots or hashes for so many tokens. Nothing
                 has changed.
         """
-        tables = self._tables_of(request.request_id)
+        tables = self._tables_of(get_request_id("request", request))
+        if not isinstance(num_computed_tokens, int):
+            num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens)
         for table, group in zip(tables, self._groups, strict=True):
             num_slots = len(table.blocks) * group.block_size
             if group.is_cacheable and not 0 <= num_computed_tokens <= num_slots:
@@ -455,7 +480,7 @@ class KVCacheManager:
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
-        listed = list(block_ids)
+        listed = as_ints("block_ids", block_ids)
         evict_wrong_blocks(self.block_pool, listed)
         if self.retention is not None and self.retention.is_active:
             self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
@@ -471,7 +496,8 @@ class KVCacheManager:
         Raises:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
-        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, block_ids)
+        listed = as_ints("block_ids", block_ids)
+        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
         if report.num_valid_tokens:
             self._has_forks = True
         if self.retention is not None and self.retention.is_active:
@@ -505,7 +531,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """
-        request_id = request.request_id
+        request_id = get_request_id("request", request)
         tables = self._tables_of(request_id)
         del self._tables[request_id]
         retention = self.retention
@@ -531,6 +557,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks.
         """
+        check_type("request_id", request_id, str)
         tables = self._tables_of(request_id)
         del self._tables[request_id]
         return tables
@@ -541,6 +568,8 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has blocks, or a number of tables that is not that of groups.
         """
+        check_type("request_id", request_id, str)
+        as_list_of("tables", tables, BlockTable)
         if request_id in self._tables:
             raise InvalidArgumentError(f"request {request_id!r} has blocks already")
         if len(tables) != len(self._groups):
@@ -560,12 +589,15 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: `get_num_free_blocks()` is less. Nothing has changed.
         """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
         if self.retention is not None and self.retention.is_active:
             self.retention.make_room(num_blocks)
         return self.block_pool.get_new_blocks(num_blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Give back blocks that are in no table, first to be reused first; a retention may keep some."""
+        check_type("blocks", blocks, list)
         if len(self.copies):
             self.copies.drop(blocks)
         if self.retention is not None and self.retention.is_active:
@@ -684,14 +716,22 @@ class KVCacheManager:
         num_external_computed_tokens: int,
     ) -> int:
         """The request's computed tokens. Raises what `allocate_slots` says."""
+        if not isinstance(num_lookahead_tokens, int):
+            num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
+        if not isinstance(num_external_computed_tokens, int):
+            num_external_computed_tokens = as_int(
+                "num_external_computed_tokens", num_external_computed_tokens
+            )
         if num_new_tokens < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
             raise InvalidArgumentError(
                 f"num_new_tokens is {num_new_tokens}, num_lookahead_tokens {num_lookahead_tokens}, "
                 f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
             )
         unchecked: Any = request  # compiled code would refuse a numpy integer here
-        num_computed = as_count("num_computed_tokens", unchecked.num_computed_tokens)
+        num_computed = as_int("num_computed_tokens", unchecked.num_computed_tokens)
         if cached_prefix is not None:
+            if not isinstance(cached_prefix, CachedPrefix):
+                refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
             check_prefix(request, cached_prefix, tables is not None, self._groups, self.block_pool)
         if tables is None:
             if num_computed:
@@ -728,3 +768,17 @@ class KVCacheManager:
             f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed (and where it "
             "is swapped out, swap it in)"
         )
+
+
+def _check_options(
+    num_encoder_tokens: int, full_sequence_must_fit: bool, delay_cache_blocks: bool, reserved_blocks: int
+) -> None:
+    """Raise InvalidTypeError for options of a wrong type."""
+    if not isinstance(num_encoder_tokens, int):
+        as_int("num_encoder_tokens", num_encoder_tokens)
+    if not isinstance(reserved_blocks, int):
+        as_int("reserved_blocks", reserved_blocks)
+    if not isinstance(full_sequence_must_fit, bool):
+        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
+    if not isinstance(delay_cache_blocks, bool):
+        refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")

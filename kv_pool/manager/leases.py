@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
+from typing import NoReturn, SupportsIndex
 
+from kv_pool.core.arguments import as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import Hold
+from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, StaleLeaseError
 from kv_pool.manager.retention.block_retention import BlockRetention
@@ -107,6 +110,7 @@ class BlockLeases:
         clock: Callable[[], float],
         retention: BlockRetention | None = None,
     ) -> None:
+        check_type("block_pool", block_pool, BlockPoolCore)
         self.block_pool = block_pool
         self._clock = clock
         self._retention = retention
@@ -116,6 +120,12 @@ class BlockLeases:
         # (deadline, lease id); an entry that is not its lease's deadline any more is passed over.
         self._deadlines: list[tuple[float, int]] = []
         self._last_id = 0
+
+    def __repr__(self) -> str:
+        return f"<BlockLeases: {len(self._leases)} leases of {len(self._num_leases)} blocks>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
 
     @property
     def num_lent_blocks(self) -> int:
@@ -139,7 +149,10 @@ class BlockLeases:
             InvalidArgumentError: no blocks, or a deadline that has passed.
             InvalidBlockError: a block that is not as said above. In both cases nothing has changed.
         """
-        listed = list(blocks)
+        listed = as_list_of("blocks", blocks, KVCacheBlock)
+        check_number("deadline", deadline)
+        check_type("holder", holder, str)
+        check_type("kind", kind, LeaseKind)
         now = self._clock()
         if not listed or not deadline > now:
             raise InvalidArgumentError(
@@ -184,6 +197,7 @@ class BlockLeases:
             InvalidArgumentError: the new deadline has passed. In both cases nothing has changed.
         """
         self._check_live(lease)
+        check_number("deadline", deadline)
         if lease.state is LeaseState.QUARANTINED:
             raise StaleLeaseError(
                 f"{lease!r} can not be extended: its deadline has passed and was reported. Give it back once "
@@ -236,6 +250,7 @@ class BlockLeases:
 
     def is_lent(self, block: KVCacheBlock) -> bool:
         """Does a transfer read or write this block, or may it yet?"""
+        check_type("block", block, KVCacheBlock)
         return block in self._num_leases
 
     def _check_block(self, block: KVCacheBlock, holder: str, kind: LeaseKind) -> None:
@@ -262,6 +277,7 @@ class BlockLeases:
             )
 
     def _check_live(self, lease: Lease) -> None:
+        check_type("lease", lease, Lease)
         if lease.leases is not self or self._leases.get(lease.lease_id) is not lease:
             raise StaleLeaseError(
                 f"{lease!r} is {'not of these leases' if lease.leases is not self else 'over'}; its blocks "

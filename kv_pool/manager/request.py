@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsIndex
 
+from kv_pool.core.arguments import as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.ids import BlockHash
+from kv_pool.ids import BlockHash, TokenIds
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         hasher: BlockHasher,
         *,
         lora_request: LoRARequest | None = None,
@@ -109,8 +110,14 @@ class Request:
         cache_salt: str | None = None,
         session_id: str | None = None,
     ) -> None:
+        check_type("request_id", request_id, str)
+        check_type("hasher", hasher, BlockHasher)
+        if cache_salt is not None:
+            check_type("cache_salt", cache_salt, str)
+        if session_id is not None:
+            check_type("session_id", session_id, str)
         self.request_id = request_id
-        self.all_token_ids: list[int] = _to_list(prompt_token_ids)
+        self.all_token_ids: list[int] = _to_list("prompt_token_ids", prompt_token_ids)
         if not self.all_token_ids:
             raise InvalidArgumentError(f"request {request_id!r} has an empty prompt; it needs a token")
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -123,17 +130,23 @@ class Request:
         self._hasher = hasher
         self.block_hashes.extend(hasher.hash_request(self))
 
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_prompt_tokens} of the "
+            f"prompt, {self.num_computed_tokens} computed, {len(self.block_hashes)} block hashes>"
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    def append_output_token_ids(self, token_ids: Sequence[int]) -> None:
+    def append_output_token_ids(self, token_ids: TokenIds) -> None:
         """Append generated tokens, and the hashes of the blocks they fill.
 
         Raises:
             InvalidArgumentError, InvalidTypeError: not token ids; nothing has changed.
         """
-        appended = _to_list(token_ids)
+        appended = _to_list("token_ids", token_ids)
         num_tokens = len(self.all_token_ids)
         self.all_token_ids.extend(appended)
         try:
@@ -143,6 +156,8 @@ class Request:
             raise
 
 
-def _to_list(token_ids: Sequence[int]) -> list[int]:
-    """A list of Python ints, of a numpy array too: numpy's own can not go into events."""
-    return list(token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
+def _to_list(name: str, token_ids: TokenIds) -> list[int]:
+    """A new list of Python ints, of a NumPy array too: NumPy's own cannot go into events."""
+    if isinstance(token_ids, str):
+        refuse_type(name, token_ids, "a sequence of int")
+    return list(as_list(name, token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids))

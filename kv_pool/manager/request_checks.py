@@ -1,11 +1,11 @@
 """What `KVCacheManager` refuses before it changes anything."""
 
-from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
+from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.request import SchedulableRequest
@@ -47,24 +47,23 @@ def check_prefix(
                 )
 
 
-def as_count(name: str, value: SupportsIndex) -> int:
-    """An int, of a numpy integer too."""
-    if isinstance(value, int):
-        return value
+def get_request_id(name: str, request: SchedulableRequest) -> str:
+    """Return the id of a request. Raise InvalidTypeError for what is not a request."""
+    unchecked: Any = request
     try:
-        return index(value)
-    except TypeError as error:
-        raise InvalidTypeError(f"{name} counts tokens: {error}") from error
+        request_id = unchecked.request_id
+    except AttributeError:
+        refuse_type(name, request, "a request")
+    if not isinstance(request_id, str):
+        refuse_type(f"{name}.request_id", request_id, "str")
+    return request_id
 
 
 def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None) -> int:
     """A group's block size, a multiple of the pool's `hash_block_size`, which is the default."""
     if block_size is None:
         return block_pool.hash_block_size
-    try:
-        checked = index(block_size)
-    except TypeError as error:
-        raise InvalidTypeError(f"block_size counts tokens: {error}") from error
+    checked = as_int("block_size", block_size)
     if checked < 1 or checked % block_pool.hash_block_size:
         raise InvalidArgumentError(
             f"block_size {block_size} is not a multiple of the pool's hash_block_size "
@@ -73,10 +72,11 @@ def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None
     return checked
 
 
-def check_bound(name: str, value: int | None) -> int:
+def check_bound(name: str, value: SupportsIndex | None) -> int:
     """The bound, 0 for None."""
     if value is None:
         return 0
-    if not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} is {value!r}; it counts tokens, at least 1, or None for no bound")
-    return value
+    bound = as_int(name, value)
+    if bound < 1:
+        raise InvalidArgumentError(f"{name} is {bound}; it counts tokens, at least 1, or None for no bound")
+    return bound

@@ -4,6 +4,7 @@ import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, Request
 
 
@@ -24,20 +25,25 @@ def dump_request(request: Request) -> bytes:
     """The request with its tokens, prompt and output, and how many of them are computed.
 
     About 3 bytes a token. What a subclass has added is not among it.
+
+    Raises:
+        InvalidArgumentError: text with a lone surrogate, such as in the request's id.
     """
     features = request.mm_features
-    return msgspec.msgpack.encode(
-        RequestState(
-            request.request_id,
-            request.all_token_ids,
-            request.num_prompt_tokens,
-            request.num_computed_tokens,
-            request.lora_request,
-            None if features is None else list(features),
-            request.cache_salt,
-            request.session_id,
-        )
+    state = RequestState(
+        request.request_id,
+        request.all_token_ids,
+        request.num_prompt_tokens,
+        request.num_computed_tokens,
+        request.lora_request,
+        None if features is None else list(features),
+        request.cache_salt,
+        request.session_id,
     )
+    try:
+        return msgspec.msgpack.encode(state)
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"request {request.request_id!r} has no form in bytes: {error}") from error
 
 
 def load_request(state: bytes, hasher: BlockHasher) -> Request:
@@ -48,7 +54,7 @@ def load_request(state: bytes, hasher: BlockHasher) -> Request:
     """
     try:
         found = msgspec.msgpack.decode(state, type=RequestState)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except UNDECODABLE as error:
         raise InvalidArgumentError(f"{len(state)} bytes are no request: {error}") from error
     num_tokens = len(found.token_ids)
     if not 0 < found.num_prompt_tokens <= num_tokens or not 0 <= found.num_computed_tokens <= num_tokens:

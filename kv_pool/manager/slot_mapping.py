@@ -1,17 +1,19 @@
 """`SlotMapping`: the slots that the tokens of a step are written to, one array for the whole batch."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool.core.arguments import as_int
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.batch_block_table import BatchBlockTable
 
 PAD_SLOT_ID: Final = -1
 """Where a token's place in the array is padding: kernels write nothing for it. As in vLLM."""
 
-Integers = npt.NDArray[np.integer[Any]]
+Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 
 class SlotMapping:
@@ -41,6 +43,7 @@ class SlotMapping:
         *,
         array: npt.NDArray[np.int64] | None = None,
     ) -> None:
+        max_num_tokens = as_int("max_num_tokens", max_num_tokens)
         if max_num_tokens < 1:
             raise InvalidArgumentError(f"max_num_tokens is {max_num_tokens}, not 1 or more")
         if array is None:
@@ -138,7 +141,7 @@ class SlotMapping:
             raise InvalidArgumentError(
                 f"positions for {num_rows} rows, the batch has {self.batch.num_requests} requests"
             )
-        length = num_tokens if num_slots is None else num_slots
+        length = num_tokens if num_slots is None else as_int("num_slots", num_slots)
         if not num_tokens <= length <= len(self.slots):
             raise InvalidArgumentError(
                 f"{num_tokens} tokens in an answer of {length}: it is no shorter than the tokens, "

@@ -22,6 +22,7 @@ from kv_pool.errors import (
     StaleTransferError,
     UnknownSequenceError,
 )
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -81,6 +82,7 @@ class ManagerSite(MigrationSite):
             what it raises ends the migration as failed.
         release_request: called with the id of a request that has moved away, and the name of its node, when
             its blocks are given back.
+        model, weights: their names; nodes with others are refused. "" where they are not named.
 
     The three callbacks are called with the lock held, by threads of the migrator.
     """
@@ -96,12 +98,17 @@ class ManagerSite(MigrationSite):
         describe_request: Callable[[str], bytes] | None = None,
         adopt_request: Callable[[str, bytes], object] | None = None,
         release_request: Callable[[str, str], object] | None = None,
+        model: str = "",
+        weights: str = "",
     ) -> None:
         self.manager = manager
         self.storage = storage
         self.lock = threading.RLock() if lock is None else lock
         self.leases = BlockLeases(manager.block_pool, clock, manager.retention)
-        self.layout = BlockLayout.describe(storage, manager.block_size, hasher, _describe_groups(manager))
+        groups = _describe_groups(manager)
+        self.layout = BlockLayout.describe(
+            storage, manager.block_size, hasher, groups, model=model, weights=weights
+        )
         self._side = DeviceSide(manager)
         self._describe_request = describe_request
         self._adopt_request = adopt_request
@@ -369,7 +376,7 @@ class ManagerSite(MigrationSite):
         """The state, if it has one table for each group, and each block of the offer is in one of them."""
         try:
             decoded = msgspec.msgpack.decode(state, type=_RequestState)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise InvalidArgumentError(f"the source's state of a request can not be read: {error}") from error
         places = sorted(place for table in decoded.tables for place in table.places if place >= 0)
         if len(decoded.tables) != len(self.manager.groups) or places != list(range(num_offered)):

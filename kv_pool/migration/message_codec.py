@@ -4,7 +4,8 @@ from typing import Any, Union
 
 import msgspec
 
-from kv_pool.errors import MigrationError
+from kv_pool.errors import InvalidArgumentError, MigrationError
+from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.migration import messages
 from kv_pool.migration.messages import Message
 
@@ -14,8 +15,15 @@ _decoder: Any = msgspec.msgpack.Decoder(Union[tuple(kind for kind in _ALL if kin
 
 
 def encode_message(message: Message) -> bytes:
-    """The bytes that `decode_message` reads."""
-    return _encoder.encode(message)
+    """The bytes that `decode_message` reads.
+
+    Raises:
+        InvalidArgumentError: a field has no form on the wire, such as text with a lone surrogate.
+    """
+    try:
+        return _encoder.encode(message)
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"{type(message).__name__} can not be sent: {error}") from error
 
 
 def decode_message(data: bytes) -> Message:
@@ -26,7 +34,7 @@ def decode_message(data: bytes) -> Message:
     """
     try:
         message = _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise MigrationError(f"a message of {len(data)} bytes that is not understood: {error}") from error
     assert isinstance(message, Message)
     return message

@@ -5,6 +5,7 @@ from typing import TypeVar
 import msgspec
 
 from kv_pool.errors import PeerAuthenticationError
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.migration.call_failures import raise_failure
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import CallFailed
@@ -59,5 +60,5 @@ def agree(channel: Channel, deadline: float, failed: CallFailed | None = None) -
 def _decode(data: bytes, kind: type[_Struct]) -> _Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise PeerAuthenticationError(f"a connection that does not begin as it should: {error}") from error

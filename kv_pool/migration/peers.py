@@ -106,10 +106,12 @@ class _Peer(msgspec.Struct, forbid_unknown_fields=True):
     device: str = ""
 
 
-class _PeersFile(msgspec.Struct):
-    """Other tables may be in the file, too: one file can have all that is said of a node."""
+class _PeersFile(msgspec.Struct, forbid_unknown_fields=True):
+    """One file can have all settings of a node: its links, its peers, its publisher."""
 
     peers: list[_Peer] = []
+    links: object = None
+    publisher: object = None
 
 
 def read_peers(path: str | PathLike[str]) -> Peers:
@@ -131,7 +133,8 @@ def read_peers(path: str | PathLike[str]) -> Peers:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        tables = "its tables are [[peers]], [links.NEARNESS] and [publisher]"
+        raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
     peers = Peers()
     names = set()
     for peer in found.peers:

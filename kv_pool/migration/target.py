@@ -328,11 +328,11 @@ class Pull:
         self._enter(MigrationPhase.ACKNOWLEDGING)
 
     def _acknowledge(self) -> None:
-        """M3, M4: until the source has answered, a move's subject is not ours. A copy is."""
+        """M3, M4: a move's subject is ours when the source has answered; a copy is, unless it is wrong."""
         new_ids = [block.block_id for block in self._get_room().blocks]
         message = AcknowledgeTransfer(self.transfer_id, self._get_offer().epoch, new_ids)
         try:
-            self._call(message, Acknowledged)
+            (self._call if self.is_move else self._repeat)(message, Acknowledged)
         except Exception as error:
             if self.is_move or isinstance(error, InvalidContentError):
                 if isinstance(error, StaleTransferError):
@@ -494,13 +494,12 @@ class Pull:
 
     def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
         reply = self._repeat(AskChecksums(self.transfer_id, batch.positions), Checksums)
-        values = np.frombuffer(reply.values, ">u8")
-        if len(values) != len(batch.positions):
+        if len(reply.values) != 8 * len(batch.positions):
             raise TransferFailedError(
-                f"node {self._get_source().name!r} has sent {len(values)} checksums for "
-                f"{len(batch.positions)} blocks"
+                f"node {self._get_source().name!r} has sent {len(reply.values)} bytes of checksums for "
+                f"{len(batch.positions)} blocks; each has 8"
             )
-        return values.astype(np.uint64)
+        return np.frombuffer(reply.values, ">u8").astype(np.uint64)
 
     def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
         expected = asked.result()

@@ -220,10 +220,19 @@ def find_nearness(here: NodeLocation, there: NodeLocation) -> Nearness:
     return nearest
 
 
-class _TopologyFile(msgspec.Struct):
-    """Other tables may be in the file, too: one file can have all that is said of a node."""
+class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True):
+    """One file can have all settings of a node: its links, its peers, its publisher."""
 
-    links: dict[str, Link] = {}
+    links: dict[str, object] = {}
+    peers: object = None
+    publisher: object = None
+
+
+def _read_link(name: str, table: object) -> Link:
+    try:
+        return msgspec.convert(table, Link)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(f"links.{name}: {error}") from error
 
 
 def read_topology(path: str | PathLike[str]) -> Topology:
@@ -239,13 +248,14 @@ def read_topology(path: str | PathLike[str]) -> Topology:
     try:
         with open(open_regular(path), "rb") as file:
             found = msgspec.convert(tomllib.load(file), _TopologyFile)
-        return Topology({Nearness(name): link for name, link in found.links.items()})
+        return Topology({Nearness(name): _read_link(name, link) for name, link in found.links.items()})
     except OSError as error:
         raise InvalidArgumentError(f"{path}: can not read the topology: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: this is no TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        tables = "its tables are [[peers]], [links.NEARNESS] and [publisher]"
+        raise InvalidArgumentError(f"{path}: {error}; {tables}") from error
     except ValueError as error:
         names = ", ".join(nearness.value for nearness in Nearness)
         raise InvalidArgumentError(f"{path}: {error}; links are {names}") from error

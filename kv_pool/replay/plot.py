@@ -1,15 +1,16 @@
 """Hit rates over capacity as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.output_file import find_drawing_obstacle
 from kv_pool.replay.report import ReplayReport
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+_MARKERS = "osD^vP*X"
+_PLACES = {MEDIUM_CPU: "host memory", MEDIUM_STORAGE: "a disk tier"}
+_CAPACITIES = ("num_blocks", "host_tier", "disk_tier", "trace")
 
 
 def check_can_draw(path: str) -> None:
@@ -19,47 +20,78 @@ def check_can_draw(path: str) -> None:
         raise TraceError(f"{path}: can not write the picture: {obstacle}")
 
 
-def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
-    """Draw token and block hit rate over capacity to an image file (.png, .svg, .pdf).
+def draw_hit_rates(
+    reports: Sequence[ReplayReport],
+    path: str,
+    overlays: Mapping[str, Sequence[ReplayReport]] | None = None,
+) -> None:
+    """Draw hit rates over capacity to an image file (.png, .svg, .pdf).
 
-    Where some of the replays have colder tiers, it is the token hit rate, over all the capacity there is: a
-    line for the pool alone, and one for each size of the pool with tiers below it.
+    One sweep without tiers is two lines, of tokens and of blocks. Otherwise all lines are of tokens, over the
+    capacity of pool and tiers together: for each sweep one for the pool alone, and more for the pool with
+    tiers. The hit rate of an infinite cache is a dotted line. Capacity is in GiB where all reports know
+    their blocks' bytes, otherwise in blocks, or in tokens where blocks have several sizes.
+
+    Args:
+        overlays: other sweeps for the same picture, by name; named in it by the settings that differ.
     Raises:
         TraceError: matplotlib is not installed, or the file can not be written.
         InvalidArgumentError: no reports.
     """
     check_can_draw(path)
-    if not reports:
+    overlays = overlays or {}
+    if not reports or not all(overlays.values()):
         raise InvalidArgumentError("there are no reports to draw")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-    ordered = sorted(reports, key=lambda report: report.num_blocks)
-    first = ordered[0]
+    sweeps = [reports, *overlays.values()]
+    names = _name_sweeps(sweeps, ["this sweep", *(Path(name).name for name in overlays)])
+    measure, unit = _choose_unit([report for sweep in sweeps for report in sweep])
     figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
-    if any(report.tiers for report in ordered):
-        _draw_tiers(axes, ordered)
-    else:
-        capacities = [report.num_blocks for report in ordered]
-        rates = [report.token_hit_rate for report in ordered]
-        axes.plot(capacities, rates, "o-", label="of prompt tokens")
-        rates = [report.block_hit_rate for report in ordered]
-        axes.plot(capacities, rates, "s--", label="of full prompt blocks")
+    drawn: list[float] = []
+    has_blocks = len(sweeps) == 1 and not any(report.tiers for report in reports)
+    for number, (name, sweep) in enumerate(zip(names, sweeps, strict=True)):
+        lines = _split_lines(sweep)
+        for style, (label, line) in enumerate(lines):
+            capacities = [measure(report) for report in line]
+            drawn += capacities
+            if has_blocks:
+                rates = [report.block_hit_rate for report in line]
+                axes.plot(capacities, rates, "s--", color="C1", label="of full prompt blocks")
+                label = "of prompt tokens"
+            elif len(sweeps) > 1:
+                label = f"{name}: {label}" if len(lines) > 1 else name
+            axes.plot(
+                capacities,
+                [report.token_hit_rate for report in line],
+                f"{_MARKERS[style % len(_MARKERS)]}{'-' if style == 0 else '--'}",
+                color=f"C{number if len(sweeps) > 1 else style}",
+                label=label,
+            )
+        bound = sweep[0].infinite_cache
+        if bound is not None:
+            label = "_" if number else "of prompt tokens, infinite cache"  # one entry of the legend for all
+            axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_locator(
+        LogLocator(subs=(1.0, 2.0, 5.0) if max(drawn) < 100 * min(drawn) else (1.0,))
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel(f"capacity in blocks of {first.block_size} tokens")
+    axes.set_xlabel(f"capacity in {unit}")
     axes.set_ylabel("prefix-cache hit rate")
-    name = Path(first.provenance.trace).name if first.provenance else ""
-    axes.set_title(
-        f"{name}\n{first.requests:,} requests, clock {first.clock}, {first.convention}", fontsize=10
-    )
+    axes.set_title(_make_title(sweeps), fontsize=10)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="lower right")
+    if len(axes.get_legend_handles_labels()[1]) < 5:
+        axes.legend(loc="lower right")
+    else:
+        figure.legend(loc="outside lower center", fontsize="small")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -68,20 +100,75 @@ def draw_hit_rates(reports: Sequence[ReplayReport], path: str) -> None:
         plt.close(figure)
 
 
-def _draw_tiers(axes: "Axes", ordered: Sequence[ReplayReport]) -> None:
-    alone = [report for report in ordered if not report.tiers]
-    if len(alone) > 1:
-        capacities = [report.num_blocks for report in alone]
-        axes.plot(capacities, [report.token_hit_rate for report in alone], "ko-", label="the pool alone")
-    for num_blocks in dict.fromkeys(report.num_blocks for report in ordered if report.tiers):
-        line = [report for report in ordered if report.num_blocks == num_blocks]
+def _choose_unit(reports: Sequence[ReplayReport]) -> tuple[Callable[[ReplayReport], float], str]:
+    """How capacities are drawn: what makes them comparable, and its name."""
+    if all(report.settings.get("block_bytes") for report in reports):
+        return lambda report: count_capacity(report) * float(report.settings["block_bytes"]) / 2**30, "GiB"
+    block_size = reports[0].block_size
+    if all(report.block_size == block_size for report in reports):
+        return count_capacity, f"blocks of {block_size} tokens"
+    return lambda report: count_capacity(report) * report.block_size, "tokens"
+
+
+def _split_lines(sweep: Sequence[ReplayReport]) -> list[tuple[str, list[ReplayReport]]]:
+    """The reports of each line, by capacity, and its label.
+
+    With tiers, either the last tier grows along a line, or the pool does: whatever needs fewer lines.
+    """
+    ordered = sorted(sweep, key=lambda report: (bool(report.tiers), report.num_blocks))
+    by_pool: dict[str, list[ReplayReport]] = {}
+    by_tiers: dict[str, list[ReplayReport]] = {}
+    for report in ordered:
+        fixed = [f"{tier.capacity:,} in {_PLACES.get(tier.medium, tier.medium)}" for tier in report.tiers]
+        pool_label = tiers_label = "the pool alone"
+        if report.tiers:
+            last = _PLACES.get(report.tiers[-1].medium, report.tiers[-1].medium)
+            pool_label = ", ".join([f"{report.num_blocks:,} in the pool", *fixed[:-1], f"others in {last}"])
+            tiers_label = f"the pool, with {' and '.join(fixed)}"
+        by_pool.setdefault(pool_label, []).append(report)
+        by_tiers.setdefault(tiers_label, []).append(report)
+    lines = by_pool if len(by_pool) <= len(by_tiers) else by_tiers
+    for line in lines.values():
         line.sort(key=count_capacity)
-        axes.plot(
-            [count_capacity(report) for report in line],
-            [report.token_hit_rate for report in line],
-            "s--",
-            label=f"{num_blocks:,} in the pool, others in tiers",
-        )
+    return list(lines.items())
+
+
+def _describe(sweep: Sequence[ReplayReport]) -> dict[str, str]:
+    """What the replays of a sweep have in common, but for their capacities."""
+    first = sweep[0]
+    found = {name: str(value) for name, value in first.settings.items() if name not in _CAPACITIES}
+    found |= {"block_size": str(first.block_size), "clock": first.clock, "convention": first.convention}
+    found["trace"] = Path(first.provenance.trace).name if first.provenance else ""
+    return found
+
+
+def _name_sweeps(sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str]) -> list[str]:
+    """A name for each sweep: the settings in which they differ, or else the one given."""
+    described = [_describe(sweep) for sweep in sweeps]
+    keys = dict.fromkeys(key for settings in described for key in settings)
+    varying = [key for key in keys if len({settings.get(key) for settings in described}) > 1]
+    found = []
+    for settings, name in zip(described, names, strict=True):
+        values = [
+            settings[key] if key in ("trace", "convention") else f"{key.replace('_', ' ')} {settings[key]}"
+            for key in varying
+            if key in settings
+        ]
+        found.append(", ".join(values) or name)
+    return found
+
+
+def _make_title(sweeps: Sequence[Sequence[ReplayReport]]) -> str:
+    """What all sweeps have in common of trace, number of requests, clock and convention."""
+    described = [_describe(sweep) for sweep in sweeps]
+    common = {
+        key: value for key, value in described[0].items() if all(value == it.get(key) for it in described)
+    }
+    num_requests = {sweep[0].requests for sweep in sweeps}
+    parts = [f"{num_requests.pop():,} requests"] if len(num_requests) == 1 else []
+    parts += [f"clock {common['clock']}"] if "clock" in common else []
+    parts += [common["convention"]] if "convention" in common else []
+    return "\n".join(filter(None, [common.get("trace", ""), ", ".join(parts)]))
 
 
 def count_capacity(report: ReplayReport) -> int:

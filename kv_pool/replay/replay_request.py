@@ -75,6 +75,12 @@ class ReplayRequest:
         "session_id",
     )
 
+    def __repr__(self) -> str:
+        return (
+            f"<ReplayRequest {self.request_id!r}: {self.num_tokens} tokens, {self.num_prompt_tokens} of the "
+            f"prompt, {self.num_computed_tokens} computed, {self.num_output_left} to generate>"
+        )
+
     def __init__(
         self,
         traced: TraceRequest,

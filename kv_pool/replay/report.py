@@ -128,6 +128,22 @@ class TierReport(msgspec.Struct):
     blocks_held: int = 0
 
 
+class InfiniteCache(msgspec.Struct):
+    """Hits of a cache in which every prompt block stays, requests coming one at a time.
+
+    Attributes:
+        num_blocks: distinct full prompt blocks; a pool of this size evicts next to nothing.
+        blocks_hit, tokens_hit: found cached, of all requests; none is refused.
+        block_hit_rate, token_hit_rate: the same as shares of full prompt blocks and of prompt tokens.
+    """
+
+    num_blocks: int = 0
+    blocks_hit: int = 0
+    tokens_hit: int = 0
+    block_hit_rate: float = 0.0
+    token_hit_rate: float = 0.0
+
+
 class ReplayReport(msgspec.Struct):
     """What a replay did. Blocks are pool blocks of `block_size` tokens of one KV cache group.
 
@@ -156,6 +172,7 @@ class ReplayReport(msgspec.Struct):
         waiting: of requests that ended: from arrival to admission, and after preemptions (trace clock).
         simulated_ms: from first arrival to last completion (trace clock).
         wall_seconds: what the replay itself took.
+        infinite_cache: what a cache without an end would have hit; in the reports of a sweep.
         look_up, allocate, free: time per call of the manager.
     """
 
@@ -196,6 +213,7 @@ class ReplayReport(msgspec.Struct):
     allocate: CallTimes = msgspec.field(default_factory=CallTimes)
     free: CallTimes = msgspec.field(default_factory=CallTimes)
     tiers: list[TierReport] = msgspec.field(default_factory=list)
+    infinite_cache: InfiniteCache | None = None
     settings: dict[str, str | bool | int | float] = msgspec.field(default_factory=dict)
     provenance: Provenance | None = None
 
@@ -203,6 +221,21 @@ class ReplayReport(msgspec.Struct):
 def encode_json(report: object) -> bytes:
     """A report, or a list of them, as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2)
+
+
+def read_reports(path: str) -> list[ReplayReport]:
+    """The reports of a file that `write_json` wrote. Raises TraceError if there are none."""
+    try:
+        with open(path, "rb") as file:
+            found = msgspec.json.decode(file.read(), type=list[ReplayReport] | ReplayReport)
+    except OSError as error:
+        raise TraceError(f"{path}: can not read the reports: {error.strerror}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise TraceError(f"{path}: not the JSON file of a sweep or a replay: {error}") from error
+    reports = [found] if isinstance(found, ReplayReport) else found
+    if not reports:
+        raise TraceError(f"{path}: no report in it")
+    return reports
 
 
 def write_json(report: object, path: str) -> None:

@@ -96,7 +96,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a replay is: share of the trace read, and the numbers so far."""
+    """How far a replay is: share of the trace's requests that have ended, and the numbers so far."""
 
     share: float
     num_requests: int
@@ -121,13 +121,8 @@ def run_replay(
         InvalidArgumentError: settings that can not be meant; a capacity in which no request fits.
     """
     _check(settings)
-    trace = Trace(
-        settings.trace,
-        block_size=settings.trace_block_size,
-        timestamp_unit=settings.timestamp_unit,
-        skip_broken=settings.skip_broken,
-    )
-    block_size = settings.block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+    trace = open_trace(settings)
+    block_size = find_block_size(settings.block_size, trace)
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens)
@@ -166,21 +161,31 @@ def run_replay(
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, tally, link)
     source = manager if swap is None else swap.swapper
+    clock = TraceClock(tally, settings.rates, steps, swap) if settings.clock == "trace" else None
     next_progress = 0.0
+    share = 0.0
 
-    def on_request(tally: Tally) -> None:
-        nonlocal next_progress
+    def show_progress() -> None:
+        nonlocal next_progress, share
+        if on_progress is None or monotonic() < next_progress:
+            return
+        next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
+        num_requests = tally.report.requests
+        read = max(trace.position, num_requests / settings.limit if settings.limit else 0.0)
+        num_done = num_requests - (clock.num_unfinished if clock is not None else 0)
+        share = max(share, read * num_done / (num_requests or 1))
+        on_progress(Progress(share, num_requests, tally.token_hit_rate, manager.usage))
+
+    def on_request(_: Tally) -> None:
         if feed is not None:
             feed.publish(source)
-        if on_progress is not None and monotonic() >= next_progress:
-            next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
-            on_progress(Progress(trace.position, tally.report.requests, tally.token_hit_rate, manager.usage))
+        show_progress()
 
-    requests = _read_requests(trace, block_size, settings)
-    if settings.clock == "instant":
+    requests = read_requests(trace, block_size, settings)
+    if clock is None:
         report = run_instantly(requests, tally, on_request, steps)
     else:
-        report = TraceClock(tally, settings.rates, steps, swap).run(requests, on_request)
+        report = clock.run(requests, on_request, None if on_progress is None else show_progress)
     if feed is not None:
         feed.publish(source)
     if report.refused_requests == report.requests:
@@ -261,7 +266,23 @@ def _check(settings: ReplaySettings) -> None:
         raise InvalidArgumentError(f"limit is {settings.limit}; it counts requests, 1 or more")
 
 
-def _read_requests(trace: Trace, block_size: int, settings: ReplaySettings) -> Iterator[ReplayRequest]:
+def open_trace(settings: ReplaySettings) -> Trace:
+    """The trace of the settings. Raises TraceError."""
+    return Trace(
+        settings.trace,
+        block_size=settings.trace_block_size,
+        timestamp_unit=settings.timestamp_unit,
+        skip_broken=settings.skip_broken,
+    )
+
+
+def find_block_size(block_size: int | None, trace: Trace) -> int:
+    """Tokens per pool block: as asked for, or the trace's own."""
+    return block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+
+
+def read_requests(trace: Trace, block_size: int, settings: ReplaySettings) -> Iterator[ReplayRequest]:
+    """The requests of the trace, up to the limit of the settings."""
     hasher = BlockHasher("xxh3_128", settings.seed, block_size)
     for traced in islice(trace, settings.limit):
         yield ReplayRequest(traced, block_size, settings.convention, trace.block_size, hasher)

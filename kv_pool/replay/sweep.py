@@ -13,8 +13,11 @@ from queue import SimpleQueue
 from threading import Thread
 
 from kv_pool.errors import InvalidArgumentError, KVPoolError, WorkerLostError
-from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.infinite_cache import count_infinite_hits
+from kv_pool.replay.report import InfiniteCache, ReplayReport
 from kv_pool.replay.simulator import ReplaySettings, run_replay
+
+_Job = tuple[Callable[[ReplaySettings], ReplayReport | InfiniteCache], ReplaySettings]
 
 
 def run_sweep(
@@ -23,6 +26,7 @@ def run_sweep(
     num_processes: int,
     on_done: Callable[[ReplayReport], None] | None = None,
     host_tiers: Sequence[int] | None = None,
+    disk_tiers: Sequence[int] | None = None,
 ) -> list[ReplayReport]:
     """Replay the trace once per capacity; the reports in the order of `capacities`.
 
@@ -30,6 +34,7 @@ def run_sweep(
         capacities: in blocks; each replaces `settings.num_blocks`.
         host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity in turn: its reports
             come one after another. None for that of the settings.
+        disk_tiers: the same for `settings.disk_tier`, for every host tier in turn.
         on_done: called with each report as it is finished.
     Raises:
         InvalidArgumentError: no capacities, or a setting that a replay refuses.
@@ -38,12 +43,11 @@ def run_sweep(
 
     An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it leaves here.
     """
-    if host_tiers is None:
-        host_tiers = [settings.host_tier]
     points = [
-        replace(settings, num_blocks=capacity, host_tier=host_tier)
+        replace(settings, num_blocks=capacity, host_tier=host_tier, disk_tier=disk_tier)
         for capacity in capacities
-        for host_tier in host_tiers
+        for host_tier in ([settings.host_tier] if host_tiers is None else host_tiers)
+        for disk_tier in ([settings.disk_tier] if disk_tiers is None else disk_tiers)
     ]
     if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
@@ -54,38 +58,50 @@ def run_sweep(
         # In another thread: no signal handler interrupts it while it starts a worker.
         with ThreadPoolExecutor(1) as starter:
             starter.submit(workers.start, min(num_processes, len(points))).result()
-        return _share_out(points, workers.pipes, on_done)
+        return _share_out(settings, points, workers.pipes, on_done)
     finally:
         workers.end()
 
 
 def _share_out(
+    settings: ReplaySettings,
     points: Sequence[ReplaySettings],
     idle: Sequence[Connection],
     on_done: Callable[[ReplayReport], None] | None,
 ) -> list[ReplayReport]:
-    """Send each worker one point at a time; return the reports in the order of `points`."""
+    """Send each worker one job at a time; return the reports in the order of `points`.
+
+    The last job counts the hits of an infinite cache, for all reports.
+    """
+    jobs: list[_Job] = [*((run_replay, point) for point in points), (count_infinite_hits, settings)]
     reports: dict[int, ReplayReport] = {}
+    infinite_cache: InfiniteCache | None = None
     index_at: dict[Connection, int] = {}
-    unsent = iter(enumerate(points))
+    unsent = iter(enumerate(jobs))
     try:
         for pipe in idle:
             _send_next(unsent, pipe, index_at)
         while index_at:
             for ready in wait(list(index_at)):
                 assert isinstance(ready, Connection)
-                report = _receive_result(ready)
-                if isinstance(report, Exception):
-                    raise report
-                reports[index_at.pop(ready)] = report
-                if on_done is not None:
-                    on_done(report)
+                result = _receive_result(ready)
+                if isinstance(result, Exception):
+                    raise result
+                index = index_at.pop(ready)
+                if isinstance(result, InfiniteCache):
+                    infinite_cache = result
+                else:
+                    reports[index] = result
+                    if on_done is not None:
+                        on_done(result)
                 _send_next(unsent, ready, index_at)
     except _PipeClosedError as error:
         raise WorkerLostError(
             f"a process of the sweep ended after {len(reports)} of {len(points)} replays. Was it killed, or "
             f"the machine out of memory? {len(idle)} replays ran at once; ask for fewer"
         ) from error
+    for report in reports.values():
+        report.infinite_cache = infinite_cache
     return [reports[index] for index in range(len(points))]
 
 
@@ -93,19 +109,17 @@ class _PipeClosedError(Exception):
     """The process at the other end has ended."""
 
 
-def _send_next(
-    unsent: Iterator[tuple[int, ReplaySettings]], pipe: Connection, index_at: dict[Connection, int]
-) -> None:
-    for index, point in unsent:
+def _send_next(unsent: Iterator[tuple[int, _Job]], pipe: Connection, index_at: dict[Connection, int]) -> None:
+    for index, job in unsent:
         index_at[pipe] = index
         try:
-            pipe.send(point)
+            pipe.send(job)
         except OSError as error:
             raise _PipeClosedError from error
         return
 
 
-def _receive_result(pipe: Connection) -> ReplayReport | Exception:
+def _receive_result(pipe: Connection) -> ReplayReport | InfiniteCache | Exception:
     try:
         return pipe.recv()  # type: ignore[no-any-return]
     except (EOFError, OSError) as error:
@@ -146,27 +160,27 @@ class _Workers:
 
 
 def _work(pipe: Connection) -> None:
-    """Replay the points that arrive, one after the other, and send back each report or exception."""
+    """Do the jobs that arrive, one after the other, and send back each result or exception."""
     # Ctrl-C stays blocked: it is for the process of the sweep, which ends this one.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
-    points: SimpleQueue[ReplaySettings] = SimpleQueue()
-    Thread(target=_receive, args=(pipe, points), daemon=True).start()
+    jobs: SimpleQueue[_Job] = SimpleQueue()
+    Thread(target=_receive, args=(pipe, jobs), daemon=True).start()
     while True:
-        point = points.get()
+        function, settings = jobs.get()
         try:
-            pipe.send(run_replay(point))
+            pipe.send(function(settings))
         except Exception as error:
             if not isinstance(error, KVPoolError):
                 error.add_note(traceback.format_exc())  # where it was raised, which pickling leaves out
             pipe.send(error)
 
 
-def _receive(pipe: Connection, points: "SimpleQueue[ReplaySettings]") -> None:
+def _receive(pipe: Connection, jobs: "SimpleQueue[_Job]") -> None:
     """Pass on what arrives. End this process when the pipe closes: the sweep has ended, or was killed."""
     while True:
         try:
-            points.put(pipe.recv())
+            jobs.put(pipe.recv())
         except (EOFError, OSError):
             os._exit(1)
 

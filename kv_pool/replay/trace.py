@@ -1,18 +1,6 @@
 """Traces: files of requests, read line by line whatever their size.
 
-A trace is JSON lines, as it is or compressed (`.gz`, `.xz`, `.zst`). Each line is one request:
-
-| field | meaning |
-|---|---|
-| `timestamp` | arrival, milliseconds (or seconds, `timestamp_unit="s"`) from the first request; default 0 |
-| `input_length` | prompt tokens; not needed beside token ids |
-| `output_length` | generated tokens; default 0 |
-| `hash_ids` | ids of the prompt's blocks, head first; an id stands for its block and everything before it |
-| `session_id` | the conversation it belongs to, whatever its type; default none |
-| `token_ids` or `prompt_token_ids` | the prompt itself, instead of `hash_ids` |
-
-Other fields are passed over. With `hash_ids` the last id may stand for a partial block (Mooncake) or the
-partial block may have none (the agentic trace); both are told by the counts, line by line.
+Fields, limits and conventions: README.md in this folder.
 """
 
 import hashlib
@@ -36,6 +24,7 @@ MAX_LINE_BYTES = 64 << 20
 MAX_DECOMPRESSED_BYTES = 64 << 30
 """Where reading a compressed trace stops with an error."""
 
+_EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
 _MAX_HASH_ID = 2**64 - 1
 _CANDIDATE_BLOCK_SIZES = tuple(1 << power for power in range(13))
 _LINES_TO_INFER_FROM = 1000
@@ -61,6 +50,14 @@ class TraceRequest:
     hash_ids: list[int] | None
     token_ids: list[int] | None
     session_id: str | None = None
+
+    def __repr__(self) -> str:
+        ids = self.token_ids if self.hash_ids is None else self.hash_ids
+        kind = "token ids" if self.hash_ids is None else "hash ids"
+        return (
+            f"<TraceRequest of line {self.line}: at {self.arrival_ms} ms, {self.input_length} tokens in, "
+            f"{self.output_length} out, {len(ids or ())} {kind}>"
+        )
 
 
 class _Record(msgspec.Struct):
@@ -129,6 +126,10 @@ class Trace:
         self.block_size = self._check_first_lines()
         self._is_checked = True
 
+    def __repr__(self) -> str:
+        ids = "token ids" if self.block_size is None else f"{self.block_size} tokens per hash id"
+        return f"<Trace {str(self.path)!r}: {ids}, {self.position:.0%} read>"
+
     def digest(self) -> str:
         """SHA-256 of the file as it is stored, hex."""
         with self._open() as file:
@@ -157,6 +158,8 @@ class Trace:
                     message = str(error)
                     if not isinstance(error, TraceError):
                         message = f"{self.path}:{number}: {error}"
+                        if number == 1:
+                            message += f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}"
                     if not self.skip_broken:
                         raise TraceError(
                             f"{message} (--skip-broken or skip_broken=True passes over such lines)"
@@ -293,4 +296,12 @@ def find_trace(path: str | Path) -> Path:
     name = BUNDLED_TRACES.get(str(path))
     if name is not None:
         return Path(str(resources.files("kv_pool.replay") / "traces" / name))
-    raise TraceError(f"{path}: no such file; traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}")
+    shipped = f"traces that ship with kv_pool: {', '.join(BUNDLED_TRACES)}"
+    if str(path) == "-" or Path(path).is_fifo() or Path(path).is_char_device():
+        raise TraceError(
+            f"{path}: a trace is read more than once, so it cannot come from standard input or a "
+            "pipe; save it to a file first"
+        )
+    if Path(path).is_dir():
+        raise TraceError(f"{path}: this is a folder; give one of its files; {shipped}")
+    raise TraceError(f"{path}: no such file; {shipped}")

@@ -82,8 +82,23 @@ class TraceClock:
         self._first_ms: float | None = None
         self._preempted_ms = -1.0
 
-    def run(self, requests: Iterable[ReplayRequest], on_request: Callable[[Tally], None]) -> ReplayReport:
-        """Replay all requests to their end."""
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have arrived and wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    def run(
+        self,
+        requests: Iterable[ReplayRequest],
+        on_request: Callable[[Tally], None],
+        on_step: Callable[[], None] | None = None,
+    ) -> ReplayReport:
+        """Replay all requests to their end.
+
+        Args:
+            on_request: called after each arrival.
+            on_step: called after each step once all have arrived; None for nothing.
+        """
         arrivals = self._arrive(requests)
         coming = next(arrivals, None)
         while coming is not None or self._due:
@@ -98,6 +113,8 @@ class TraceClock:
                     continue  # preempted since this was planned
                 self._advance(due_ms)
                 self._step(self._running[request_id], num_tokens)
+                if coming is None and on_step is not None:
+                    on_step()
             self._admit()
         simulated_ms = self._now_ms - (self._first_ms or 0.0)
         self.tally.report.simulated_ms = simulated_ms

@@ -24,6 +24,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
         hash_algorithm: by which blocks are named; "" for hashes that are not the hasher's, such as a trace's.
         hash_seed: first 8 bytes of the SHA-256 of the hasher's root, in hex. The root itself is secret.
         groups: the KV cache groups, each in words; () for one group of full attention.
+        model: the model's name; "" where it was not named.
+        weights: which weights of it, such as a revision or a digest; "" where they were not named.
     """
 
     block_format: str
@@ -32,6 +34,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
     hash_algorithm: str = ""
     hash_seed: str = ""
     groups: tuple[str, ...] = ()
+    model: str = ""
+    weights: str = ""
 
     @classmethod
     def describe(
@@ -40,8 +44,15 @@ class BlockLayout(msgspec.Struct, frozen=True):
         block_size: int,
         hasher: BlockHasher | None = None,
         groups: Sequence[str] = (),
+        *,
+        model: str = "",
+        weights: str = "",
     ) -> BlockLayout:
-        """The layout of the blocks of a storage, named by a hasher."""
+        """The layout of the blocks of a storage, named by a hasher.
+
+        Name `model` and `weights` wherever blocks outlive the process or go to other nodes. To another model,
+        or to other weights, KV of the same shape and hashes is noise.
+        """
         return cls(
             storage.block_format,
             storage.block_bytes,
@@ -49,6 +60,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
             "" if hasher is None else hasher.algorithm,
             "" if hasher is None else hashlib.sha256(hasher.root).hexdigest()[:16],
             tuple(groups),
+            model,
+            weights,
         )
 
     def get_fingerprint(self) -> str:
@@ -57,6 +70,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     def check_same(self, other: BlockLayout, there: str) -> None:
         """Raise LayoutMismatchError unless the other layout is this one; says in what they differ.
+
+        A model that is named on one side only is another one: nothing is known of it.
 
         Args:
             there: whose the other layout is, in words.

@@ -93,7 +93,10 @@ def count_pieces(source: SegmentTable, target: SegmentTable, sources: IntArray, 
 
 def make_block_ids(block_ids: Sequence[int] | IntArray, num_blocks: int) -> IntArray:
     """Ids as (n,), int64. Raises InvalidBlockError where one is not of 0 to num_blocks - 1."""
-    ids = np.asarray(block_ids, np.int64).reshape(-1)
+    try:
+        ids = np.asarray(block_ids, np.int64).reshape(-1)
+    except OverflowError as error:
+        raise InvalidBlockError(f"a block id is not one of 0 to {num_blocks - 1}: {error}") from error
     check_block_ids(ids, num_blocks)
     return ids
 

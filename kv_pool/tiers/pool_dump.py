@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.storage.block_layout import BlockLayout
@@ -51,7 +51,7 @@ class LoadedPool:
 
 def dump_pool(
     path: str | os.PathLike[str],
-    pool: BlockPool,
+    pool: BlockPoolCore,
     *,
     storage: BlockStorage | None = None,
     layout: BlockLayout | None = None,
@@ -125,7 +125,7 @@ def read_header(path: str | os.PathLike[str]) -> PoolDumpHeader:
 
 def load_pool(
     path: str | os.PathLike[str],
-    pool: BlockPool,
+    pool: BlockPoolCore,
     *,
     storage: BlockStorage | None = None,
     layout: BlockLayout | None = None,
@@ -183,7 +183,7 @@ def load_pool(
 
 
 def _find_layout(
-    pool: BlockPool, storage: BlockStorage | None, layout: BlockLayout | None
+    pool: BlockPoolCore, storage: BlockStorage | None, layout: BlockLayout | None
 ) -> BlockLayout | None:
     """What the caller says of bytes and hashes, or else what the storage does."""
     if storage is None:
@@ -219,7 +219,7 @@ def _read_blocks(storage: BlockStorage, block_ids: list[int]) -> Iterator[memory
 def _check_fits(
     name: str,
     header: PoolDumpHeader,
-    pool: BlockPool,
+    pool: BlockPoolCore,
     storage: BlockStorage | None,
     layout: BlockLayout | None,
 ) -> None:
@@ -260,7 +260,7 @@ def _choose_ids(old_ids: list[int], num_blocks: int) -> list[int]:
     return new_ids[::-1]
 
 
-def _insert(pool: BlockPool, new_ids: list[int], dumped: DumpedBlocks, num_dropped: int) -> None:
+def _insert(pool: BlockPoolCore, new_ids: list[int], dumped: DumpedBlocks, num_dropped: int) -> None:
     """Let these free, empty blocks carry the keys of the rows from `num_dropped` on, in their order."""
     blocks = [pool.blocks[block_id] for block_id in new_ids]
     pool.take_blocks(blocks)

@@ -10,12 +10,15 @@ from pathlib import Path
 import msgspec
 
 from kv_pool.errors import LayoutMismatchError, TierError
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.regular_files import open_private, open_private_folder
 from kv_pool.storage.block_layout import BlockLayout
 
 DESCRIPTION = "tier.json"
 LOCK = "lock"
-VERSION = 1
+VERSION = 2
+"""2: the layout may name model and weights. Folders of version 1 name none, and are used as such."""
+_READ_VERSIONS = (1, VERSION)
 _DRAFT = DESCRIPTION + ".new"
 _MAX_DESCRIPTION_BYTES = 1024 * 1024
 
@@ -101,12 +104,17 @@ class TierFolder:
             content = opened.read(_MAX_DESCRIPTION_BYTES)
         try:
             found = msgspec.json.decode(content, type=Description)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise TierError(
                 f"{file} does not describe a tier: {error}. Name another folder, or remove this one"
             ) from error
+        if found.version not in _READ_VERSIONS:
+            raise LayoutMismatchError(
+                f"blocks of {self.path} can not be used here: they were written in version {found.version}; "
+                f"this one uses versions {', '.join(map(str, _READ_VERSIONS))}. Name another folder"
+            )
         description.layout.check_same(found.layout, str(self.path))
-        for name in ("version", "format", "encoded_bytes"):
+        for name in ("format", "encoded_bytes"):
             if getattr(found, name) != getattr(description, name):
                 raise LayoutMismatchError(
                     f"blocks of {self.path} can not be used here: {name} is {getattr(description, name)!r} "

@@ -177,7 +177,7 @@ def test_a_batch_is_served_as_a_whole_or_not_at_all():
         ([-1], InvalidBlockError, "block -1 is not one of"),
         ([1, 5], InvalidBlockError, "block 5 is held by no sequence"),
         ([1, 2, 1], InvalidBlockError, "block 1 is listed twice"),
-        (["1"], InvalidTypeError, "a block id is an int, not a str"),
+        (["1"], InvalidTypeError, "is of type str; expected int"),
     ],
 )
 @pytest.mark.parametrize("method", ["free", "pin", "migrate"])

@@ -70,9 +70,12 @@ def test_a_tier_in_host_memory_is_swept_with_each_capacity(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--host-tier some", "--host-tier 'some' is not a list of whole numbers"),
-        ("--host-tier 9 --clock trace", "--host-tier is for the instant clock here"),
-        ("--host-tier 9,-1", "host_tier is -1, disk_tier 0; they are 0 or more blocks"),
+        ("--host-tier some", "--host-tier: 'some' is not a whole number"),
+        ("--disk-tier 1:2", "--disk-tier: '1:2' is not a range; write it as"),
+        ("--host-tier 9 --clock trace", "--host-tier and --disk-tier need --model or dimensions"),
+        ("--memory 1GiB", "give the capacity either as --blocks or as --memory"),
+        ("--overlay nowhere.json", "nowhere.json: can not read the reports"),
+        ("--host-tier 9,-1", "--host-tier: '-1' is not a whole number"),
         ("--host-tier 9 --tier-write never", "unknown tier_write 'never'"),
     ],
 )
@@ -88,6 +91,31 @@ def test_the_curve_is_drawn_where_asked(folder):
     assert "curve: curve.png" in done.stdout
     assert (folder / "curve.png").read_bytes()[:8] == PNG
     assert not (folder / "sweep.png").exists()
+
+
+def test_capacities_may_be_ranges_of_memory_and_tiers_on_disk(folder):
+    options = "--memory 3MiB:12MiB:log3 --num-layers 2 --num-kv-heads 4 --head-size 1024 --disk-tier 0,9"
+    done = sweep(folder, *options.split(), "--jobs", "2", "--json", "sweep.json")
+    assert done.returncode == 0, done.stderr
+    reports = json.loads((folder / "sweep.json").read_text())
+    block_bytes = 8 * 2 * 2 * 4 * 1024 * 2
+    capacities = [mebibytes * 2**20 // block_bytes - 1 for mebibytes in (3, 6, 12)]
+    sizes = [(report["num_blocks"], report["settings"]["disk_tier"]) for report in reports]
+    assert sizes == [(capacity, disk_tier) for capacity in capacities for disk_tier in (0, 9)]
+    assert {report["settings"]["block_bytes"] for report in reports} == {block_bytes}
+    assert "an infinite cache: 18.18% token hits" in done.stdout
+
+
+def test_earlier_sweeps_are_drawn_into_the_picture(folder):
+    first = sweep(folder, "--blocks", "4,50", "--json", "first.json", "--jobs", "1")
+    assert first.returncode == 0, first.stderr
+    options = ("--convention", "ids_as_blocks", "--overlay", "first.json", "--png", "both.svg")
+    done = sweep(folder, "--blocks", "4,50", *options, "--jobs", "1")
+    assert done.returncode == 0, done.stderr
+    picture = (folder / "both.svg").read_text()
+    assert "<!-- ids_as_blocks -->" in picture
+    assert "<!-- full_blocks_cap -->" in picture
+    assert "infinite cache" in picture
 
 
 def test_the_curve_is_sweep_png_by_default(folder):

@@ -127,7 +127,7 @@ def start_without_handles(path):
     last = os.open("/dev/null", os.O_RDONLY)
     os.close(last)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 2, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 3, before[1]))
     try:
         server.start()
     except ControlError as error:

@@ -120,7 +120,7 @@ class TestEveryAlgorithm:
     @pytest.mark.parametrize("wrong", [1.0, "1", None])
     def test_a_token_that_is_no_int_is_named(self, algorithm, wrong):
         hasher = BlockHasher(algorithm, "s", 4)
-        with pytest.raises(InvalidTypeError, match=f"token 1 is a {type(wrong).__name__}"):
+        with pytest.raises(InvalidTypeError, match=rf"token_ids\[1\] is of type {type(wrong).__name__}"):
             hasher.hash_blocks([1, wrong, 1, 1])
 
     def test_a_parent_of_the_wrong_length_is_refused(self, algorithm):
@@ -143,10 +143,38 @@ class TestEveryAlgorithm:
         assert told.stdout.strip() == hasher.hash_blocks(range(8))[1].hex()
 
 
-def test_the_default_seed_of_xxh3_is_secret_and_that_of_the_others_fixed():
-    for algorithm in HASH_ALGORITHMS:
-        alike = BlockHasher(algorithm).root == BlockHasher(algorithm).root
-        assert alike == (algorithm != "xxh3_128")
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+def test_hashers_of_one_process_hash_alike_without_options(algorithm):
+    """Two of `xxh3_128` never hit each other's blocks: each had a seed of its own."""
+    one, other = BlockHasher(algorithm, block_size=4), BlockHasher(algorithm, block_size=4)
+    assert one.hash_blocks(range(8)) == other.hash_blocks(range(8))
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+def test_the_default_seed_of_xxh3_is_another_in_each_process_and_that_of_the_others_fixed(algorithm):
+    code = f"from kv_pool import BlockHasher; print(BlockHasher({algorithm!r}).root.hex())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    alike = told.stdout.strip() == BlockHasher(algorithm).root.hex()
+    assert alike == (algorithm != "xxh3_128")
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+def test_text_that_can_not_be_hashed_is_a_typed_error(algorithm):
+    hasher = BlockHasher(algorithm, "s", 4)
+    lone = "a\ud800b"
+    image = MultiModalFeature(lone, PlaceholderRange(0, 3))
+    for options in (
+        {"cache_salt": lone},
+        {"lora_request": LoRARequest(1, lone, "p")},
+        {"lora_request": LoRARequest(1, "n", lone)},
+        {"mm_features": [image]},
+    ):
+        with pytest.raises(InvalidArgumentError, match="surrogates not allowed"):
+            Request("r", range(8), hasher, **options)
+    with pytest.raises(InvalidArgumentError, match="surrogates not allowed"):
+        BlockHasher(algorithm, lone)
+    with pytest.raises(InvalidTypeError, match="can not be hashed"):
+        hasher.hash_blocks(range(8), extra_keys=[(object(),)])
 
 
 @pytest.mark.parametrize("block_size", [0, -4])

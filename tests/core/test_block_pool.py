@@ -515,7 +515,7 @@ def test_evicting_forgets_hashes_and_nothing_else():
     invariants.check(pool)
 
 
-@pytest.mark.parametrize("unknown", [-1, 5, 10**6])
+@pytest.mark.parametrize("unknown", [-1, 5, 10**6, 2**31, 2**63, -(2**63) - 1, 2**200])
 def test_an_unknown_id_evicts_nothing(unknown):
     pool = make_pool("free: 1* 2* 3* 4*")
     with pytest.raises(InvalidBlockError, match=f"Invalid block_id {unknown}: this pool has blocks 0..4"):

@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 from drawing import make_request
 
-from kv_pool import BlockHasher, LoRARequest, MultiModalFeature, PlaceholderRange
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    InvalidArgumentError,
+    KVCacheManager,
+    LoRARequest,
+    MultiModalFeature,
+    PlaceholderRange,
+    Request,
+)
 from kv_pool.core.extra_keys import ExtraKeysWalk, find_extra_keys, untag_extra_keys
 
 IMAGE = MultiModalFeature("img", PlaceholderRange(offset=6, length=4))
@@ -51,6 +60,41 @@ def test_many_inputs_cost_a_request_no_quadratic_time():
     request = make_request([], mm_features=features, all_token_ids=list(range(2000)))
     assert len(BlockHasher("sha256", "", 4).hash_request(request)) == 500
     assert max(feature.num_reads for feature in features) < 10
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256_cbor"])
+def test_inputs_in_another_order_count_the_same(algorithm):
+    """An input behind one of a higher offset in the list was dropped from its blocks."""
+    hasher = BlockHasher(algorithm, "s", 4)
+    made = [Request("r", range(20), hasher, mm_features=order) for order in ([IMAGE, CLIP], [CLIP, IMAGE])]
+    assert made[0].block_hashes == made[1].block_hashes
+    other = MultiModalFeature("other", PlaceholderRange(offset=6, length=4))
+    different = Request("r", range(20), hasher, mm_features=[CLIP, other])
+    assert different.block_hashes[1] != made[0].block_hashes[1]
+    found = [find_extra_keys(request, 8, 12) for request in made]
+    assert found[0] == found[1] == (("mm", "img", -2), ("mm", "clip", 2))
+    stored = []
+    for request in made:
+        pool = BlockPool(7, True, 4, enable_kv_cache_events=True)
+        pool.cache_full_blocks(request, pool.get_new_blocks(5), 0, 5, 4, 0)
+        stored += [event.extra_keys for event in pool.take_events()]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("text", ["session_id", "cache_salt", "lora", "mm"])
+def test_text_that_no_event_can_carry_is_refused_before_anything_is_cached(text):
+    lone = "\ud800"
+    options = {
+        "lora": {"lora_request": LoRARequest(1, lone, "p")},
+        "mm": {"mm_features": [MultiModalFeature(lone, PlaceholderRange(0, 2))]},
+    }.get(text, {text: lone})
+    request = make_request([b"h" * 16], num_tokens=4, num_computed_tokens=0, **options)
+    pool = BlockPool(4, True, 4, enable_kv_cache_events=True)
+    manager = KVCacheManager(pool)
+    with pytest.raises(InvalidArgumentError, match="surrogates not allowed"):
+        manager.allocate_slots(request, 4)
+    assert pool.get_num_free_blocks() == 3
+    assert pool.take_events() == []
 
 
 def find_slowly(features, start, end):

@@ -227,7 +227,7 @@ def test_an_array_that_cannot_be_meant_is_refused(options, words):
 
 
 def test_a_size_that_is_no_number_is_refused():
-    with pytest.raises(InvalidTypeError, match="block_size is a number"):
+    with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
         BatchBlockTable(1, 1, 4.0)
 
 

@@ -40,7 +40,7 @@ def test_salts_and_adapters_keep_requests_apart():
 
 def test_a_token_that_is_none_is_noticed_before_its_block_is_full():
     hasher = BlockHasher("sha256", "s", 4)
-    with pytest.raises(InvalidTypeError, match="token 1 is a str"):
+    with pytest.raises(InvalidTypeError, match=r"token_ids\[1\] is of type str"):
         Request("r", [1, "x"], hasher)
     request = Request("r", [1], hasher)
     with pytest.raises(InvalidArgumentError, match="is -5"):

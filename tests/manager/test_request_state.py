@@ -1,9 +1,13 @@
 """A request comes out of its bytes as it was, and nothing else does."""
 
+import random
+from contextlib import suppress
+
 import msgspec
 import pytest
+from damage import craft_or_damage
 
-from kv_pool import BlockHasher, InvalidArgumentError, Request
+from kv_pool import BlockHasher, InvalidArgumentError, KVPoolError, Request
 from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange
 from kv_pool.manager.request_state import RequestState, dump_request, load_request
 
@@ -59,3 +63,18 @@ def test_counts_that_cannot_be_are_refused(num_tokens, num_prompt_tokens, num_co
     state = RequestState("r", [1] * num_tokens, num_prompt_tokens, num_computed_tokens)
     with pytest.raises(InvalidArgumentError, match="cannot be"):
         load_request(msgspec.msgpack.encode(state), HASHER)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bytes_that_are_no_request_are_typed_errors(seed):
+    rng = random.Random(seed)
+    hasher = BlockHasher("sha256", block_size=4)
+    state = dump_request(make_request())
+    for _ in range(60):
+        with suppress(KVPoolError):
+            dump_request(load_request(craft_or_damage(rng, state), hasher))
+
+
+def test_a_request_whose_id_has_no_form_in_bytes_is_refused():
+    with pytest.raises(InvalidArgumentError, match="has no form in bytes"):
+        dump_request(Request("\ud800", [1], BlockHasher("sha256", block_size=4)))

@@ -35,6 +35,8 @@ class MadeEngine:
         block_bytes=None,
         groups=None,
         pool_class=BlockPool,
+        model="",
+        weights="",
         **manager_options,
     ):
         heads = 1 if block_bytes is None else block_bytes // (2 * BLOCK_SIZE * head_size * 2)
@@ -53,6 +55,8 @@ class MadeEngine:
             describe_request=self._describe,
             adopt_request=self._adopt,
             release_request=self._release,
+            model=model,
+            weights=weights,
             **options,
         )
 

@@ -257,6 +257,16 @@ def test_layouts_that_differ_are_refused_before_a_byte_moves(make_pair, over):
     pair.check()
 
 
+def test_a_node_of_another_model_is_refused(make_pair, over):
+    pair = make_pair(over, a={"model": "one", "weights": "r1"}, b={"model": "one", "weights": "r2"})
+    request = pair.a.start("r", range(16))
+    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
+        pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a").wait(PATIENCE_S)
+    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
+        pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
+    pair.check()
+
+
 def test_another_hash_seed_is_another_layout():
     engine = MadeEngine()
     hasher = BlockHasher("sha256", seed="other", block_size=BLOCK_SIZE)

@@ -11,22 +11,41 @@ def test_without_a_limit_nobody_waits():
     assert limit.count_batch_bytes(100) == 100
 
 
-def test_whoever_comes_next_waits_for_what_was_taken_before():
+def test_each_read_waits_until_it_and_those_before_are_paid_for():
     clock = Clock()
     limit = RateLimit(1000.0, clock)
-    assert limit.take(600) == 0.0  # 100 were there
-    assert limit.take(1000) == pytest.approx(0.5)
-    assert limit.take(0) == pytest.approx(1.5)
-    clock.now = 1.0
-    assert limit.take(0) == pytest.approx(0.5)
+    assert limit.take(600) == pytest.approx(0.6)
+    assert limit.take(1000) == pytest.approx(1.6)
+    clock.now += 1.0
+    assert limit.take(0) == pytest.approx(0.6)
 
 
-def test_a_pause_saves_up_no_more_than_a_tenth_of_a_second():
+def test_a_short_migration_is_no_burst_above_the_rate():
+    """The first tenth of a second's bytes used to be read at once, and a larger block, too."""
     clock = Clock()
     limit = RateLimit(1000.0, clock)
-    clock.now = 100.0
-    assert limit.take(300) == 0.0
-    assert limit.take(0) == pytest.approx(0.2)
+    began = clock.now
+    for _ in range(5):
+        clock.now += limit.take(50)
+    assert clock.now - began == pytest.approx(0.25)
+
+
+def test_a_pause_saves_up_nothing():
+    clock = Clock()
+    limit = RateLimit(1000.0, clock)
+    clock.now += limit.take(300)
+    clock.now += 100.0
+    assert limit.take(300) == pytest.approx(0.3)
+
+
+def test_the_time_that_reading_takes_does_not_lower_the_rate():
+    clock = Clock()
+    limit = RateLimit(1000.0, clock)
+    began = clock.now
+    for _ in range(100):
+        clock.now += limit.take(100)
+        clock.now += 0.05
+    assert clock.now - began == pytest.approx(10.05)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -41,8 +60,9 @@ def test_in_the_long_run_the_rate_is_what_was_said(seed):
     for _ in range(200):
         num_bytes = draw.randint(1, limit.count_batch_bytes(2**25))
         clock.now += limit.take(num_bytes)
-        assert taken <= rate * (clock.now + 0.1) + 1e-3  # what was read before
         taken += num_bytes
+        assert taken <= rate * clock.now * (1 + 1e-9)
+        clock.now += draw.uniform(0.0, 0.02)  # the read itself
     assert taken >= 0.9 * rate * clock.now - 2**25
 
 

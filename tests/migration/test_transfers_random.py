@@ -1,8 +1,8 @@
 """A source and targets in one thread, on a clock that the test moves, where everything may go wrong.
 
 Calls are lost, repeated, and arrive late; replies are lost; either side starts anew; leases end; bytes are
-changed on the way; readers that were given up write on. A slow model says what the source has to answer, and
-who has what at the end.
+changed on the way; readers that were given up write on; both pools are compacted; content is found wrong at
+the source. A slow model says what the source has to answer, and who has what at the end.
 """
 
 import itertools
@@ -14,8 +14,11 @@ from contextlib import suppress
 import pytest
 from migration.made_nodes import Clock, MadeEngine
 
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants as pool_invariants
 from kv_pool.errors import (
+    InvalidContentError,
     KVPoolError,
     PeerUnavailableError,
     StaleTransferError,
@@ -66,11 +69,12 @@ class ModelledSource:
 
     def __init__(self, clock, number):
         self.clock = clock
-        self.engine = MadeEngine(24, clock)
+        self.engine = MadeEngine(24, clock, pool_class=RunBlockPool)
         self.epoch = make_epoch("source", f"life{number}")
         self.transfers = SourceTransfers(self.engine.site, "source", self.epoch, LEASE_S, clock)
         # By transfer: the deadline while it is lent, else "acknowledged" or "over".
         self.model = {}
+        self.invalid = set()
         self.given_away = set()
 
     def is_lent(self, transfer_id):
@@ -95,6 +99,11 @@ class ModelledSource:
         }[type(message)]
         try:
             reply = answer(message)
+        except InvalidContentError:
+            assert transfer_id in self.invalid
+            if isinstance(message, AcknowledgeTransfer):
+                self.model[transfer_id] = "over"
+            raise
         except StaleTransferError:
             is_old = isinstance(message, AcknowledgeTransfer) and message.epoch != self.epoch
             assert not is_lent, f"{message}: it is lent"
@@ -114,12 +123,13 @@ class ModelledSource:
                 self.model[transfer_id] = self.clock.now + LEASE_S
             case RenewLease():
                 assert is_lent
+                assert transfer_id not in self.invalid
                 self.model[transfer_id] = self.clock.now + LEASE_S
             case AskChecksums():
                 assert is_lent
             case AcknowledgeTransfer() if message.epoch == self.epoch:
                 assert reply == Acknowledged()
-                assert is_lent or state == "acknowledged"
+                assert state == "acknowledged" or (is_lent and transfer_id not in self.invalid)
                 self.model[transfer_id] = "acknowledged"
             case CancelTransfer():
                 assert reply == Cancelled(is_acknowledged=state == "acknowledged")
@@ -194,7 +204,7 @@ class World:
         self.start_request()
 
     def start_target(self):
-        self.target = MadeEngine(16, self.clock)
+        self.target = MadeEngine(16, self.clock, pool_class=RunBlockPool)
         self.quarantined = []
         self.late_readers = []
         self.pulls = []
@@ -286,6 +296,32 @@ class World:
         elif draw < 0.875:
             self.start_target()
             raise Killed
+        elif draw < 0.93:
+            for engine in (self.source.engine, self.target):
+                moves = compaction.pack(engine.pool, engine.storage.apply_moves, max_evictions=2)
+                self.outcomes["compactions"] += bool(moves)
+        elif draw < 0.96:
+            self.report_wrong()
+
+    def report_wrong(self):
+        """A block that is lent is found to hold something else, when no request needs it any more."""
+        source, engine = self.source, self.source.engine
+        lent = [block for transfer in source.transfers.list_lent() for block in transfer.selection.blocks]
+        if not lent:
+            return
+        block = self.random.choice(lent)
+        for request_id in list(engine.requests):
+            is_frozen = request_id in engine.site.list_frozen()
+            if not is_frozen and block in engine.manager.get_table(request_id).blocks:
+                engine.finish(request_id)
+        if block in engine.site.list_held_blocks():
+            return
+        engine.storage.write_block(block.block_id, self.random.randbytes(engine.storage.block_bytes))
+        engine.manager.evict_blocks([block.block_id])
+        for transfer in source.transfers.list_lent():
+            if block in transfer.selection.blocks:
+                source.invalid.add(transfer.message.transfer_id)
+                self.outcomes["found wrong"] += 1
 
     def deliver_late(self, index):
         message = self.late.pop(index)

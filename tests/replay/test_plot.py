@@ -2,11 +2,12 @@
 
 import struct
 
+import msgspec
 import pytest
 
-from kv_pool import TraceError
+from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.plot import count_capacity, draw_hit_rates
-from kv_pool.replay.report import ReplayReport, TierReport
+from kv_pool.replay.report import InfiniteCache, ReplayReport, TierReport
 
 REPORTS = [
     ReplayReport(16, size, "full_blocks", "instant", 5, token_hit_rate=rate, block_hit_rate=rate)
@@ -45,8 +46,65 @@ def test_tiers_are_lines_of_their_own_over_all_the_capacity(tmp_path):
     assert count_capacity(tiered[0]) == 1000
     picture = path.read_text()
     assert "the pool alone" in picture
-    assert "10 in the pool, others in tiers" in picture
+    assert "10 in the pool, others in host memory" in picture
     assert "of full prompt blocks" not in picture
+
+
+def draw(tmp_path, reports, **overlays):
+    path = tmp_path / "curve.svg"
+    draw_hit_rates(reports, str(path), overlays)
+    return path.read_text()
+
+
+def make(num_blocks, block_size=16, **settings):
+    return ReplayReport(block_size, num_blocks, "full_blocks", "instant", 5, settings=settings)
+
+
+def test_an_infinite_cache_is_a_line(tmp_path):
+    assert "infinite cache" not in draw(tmp_path, REPORTS)
+    bound = InfiniteCache(500, 3, 24, 0.6, 0.6)
+    reports = [msgspec.structs.replace(report, infinite_cache=bound) for report in REPORTS]
+    assert "of prompt tokens, infinite cache" in draw(tmp_path, reports)
+
+
+def test_capacity_is_in_gib_where_the_size_of_blocks_is_known(tmp_path):
+    known = [make(num_blocks, block_bytes=2**20) for num_blocks in (1024, 5120)]
+    assert "capacity in GiB" in draw(tmp_path, known)
+    assert "capacity in blocks of 16 tokens" in draw(tmp_path, known, other=REPORTS)
+    assert "capacity in tokens" in draw(tmp_path, known, other=[make(10, block_size=32)])
+
+
+def test_sweeps_in_one_picture_are_named_by_their_differences(tmp_path):
+    picture = draw(
+        tmp_path, [make(10, groups="full", seed="0")], other=[make(20, groups="window:9", seed="0")]
+    )
+    assert "<!-- groups full -->" in picture
+    assert "<!-- groups window:9 -->" in picture
+    assert "seed" not in picture
+    assert "of full prompt blocks" not in picture
+
+
+def test_equal_sweeps_are_named_by_their_files(tmp_path):
+    picture = draw(tmp_path, [make(10)], **{"earlier/sweep.json": [make(20)]})
+    assert "<!-- this sweep -->" in picture
+    assert "<!-- sweep.json -->" in picture
+
+
+def test_lines_are_as_few_as_tiers_allow(tmp_path):
+    tiered = [
+        ReplayReport(
+            16, size, "full_blocks", "instant", 5, tiers=[TierReport("CPU", 7), TierReport("STORAGE", 9)]
+        )
+        for size in (10, 20, 30)
+    ]
+    assert "the pool, with 7 in host memory and 9 in a disk tier" in draw(tmp_path, [*REPORTS, *tiered])
+
+
+def test_no_reports_are_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="no reports to draw"):
+        draw(tmp_path, [])
+    with pytest.raises(InvalidArgumentError, match="no reports to draw"):
+        draw(tmp_path, REPORTS, other=[])
 
 
 @pytest.mark.parametrize("name", ["nowhere/curve.png", "curve.xyz"])

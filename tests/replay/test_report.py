@@ -8,7 +8,15 @@ import msgspec
 import pytest
 
 from kv_pool import TraceError
-from kv_pool.replay.report import CallTimes, ReplayReport, Waits, summarize_calls, summarize_waits, write_json
+from kv_pool.replay.report import (
+    CallTimes,
+    ReplayReport,
+    Waits,
+    read_reports,
+    summarize_calls,
+    summarize_waits,
+    write_json,
+)
 
 
 def test_call_times_are_median_nearest_rank_and_sum():
@@ -53,3 +61,29 @@ def test_a_file_that_can_not_be_written_is_an_error(tmp_path):
     path = tmp_path / "nowhere" / "report.json"
     with pytest.raises(TraceError, match=r"nowhere/report\.json: can not write the report: No such file"):
         write_json(CallTimes(), str(path))
+
+
+def test_reports_are_read_from_the_file_of_a_sweep_or_a_replay(tmp_path):
+    path = str(tmp_path / "reports.json")
+    reports = [ReplayReport(16, size, "full_blocks", "instant") for size in (30, 10)]
+    write_json(reports, path)
+    assert read_reports(path) == reports
+    write_json(reports[1], path)
+    assert read_reports(path) == reports[1:]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "can not read the reports: No such file"),
+        ("[]", "no report in it"),
+        ("{}", "not the JSON file of a sweep or a replay: Object missing required field"),
+        ("[" * 100_000, "not the JSON file of a sweep or a replay"),
+    ],
+)
+def test_a_file_without_reports_is_an_error(tmp_path, content, why):
+    path = tmp_path / "reports.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TraceError, match=rf"reports\.json: {why}"):
+        read_reports(str(path))

@@ -8,6 +8,7 @@ import pytest
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
+from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.simulator import ReplaySettings, run_replay
 from kv_pool.replay.sweep import run_sweep
 
@@ -25,6 +26,7 @@ def without_times(report):
     counts = msgspec.structs.asdict(report)
     for name in TIMES:
         del counts[name]
+    del counts["infinite_cache"]  # of a sweep only
     counts["provenance"] = msgspec.structs.replace(report.provenance, date="")
     return counts
 
@@ -51,6 +53,18 @@ def test_each_capacity_is_replayed_with_each_tier(settings):
     assert reports[3].tokens_hit > reports[2].tokens_hit
     (alone,) = run_sweep(replace(settings, host_tier=30), [6], 1)
     assert without_times(alone) == without_times(reports[3])
+
+
+def test_each_disk_tier_is_replayed_with_each_host_tier(settings):
+    reports = run_sweep(settings, [6], 1, None, [0, 10], [0, 30])
+    assert [[tier.capacity for tier in report.tiers] for report in reports] == [[], [30], [10], [10, 30]]
+    assert reports[3].tokens_hit > reports[2].tokens_hit > reports[0].tokens_hit
+
+
+def test_the_reports_of_a_sweep_say_what_an_infinite_cache_hits(settings):
+    reports = run_sweep(settings, [20, 1000], 2)
+    assert [report.infinite_cache for report in reports] == [count_infinite_hits(settings)] * 2
+    assert reports[0].tokens_hit < reports[0].infinite_cache.tokens_hit == reports[1].tokens_hit
 
 
 def test_a_capacity_in_which_nothing_fits_stops_the_sweep(tmp_path):

@@ -92,7 +92,7 @@ def test_a_missing_file_is_an_error_that_names_the_bundled_traces(tmp_path):
 
 
 def test_a_folder_is_not_a_trace(tmp_path):
-    with pytest.raises(TraceError, match="no such file"):
+    with pytest.raises(TraceError, match="this is a folder"):
         Trace(tmp_path)
 
 

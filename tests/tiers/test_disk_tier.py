@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import damage
 from tiers.crash_states import WriteLog
 from tiers.made_tiers import BLOCK_BYTES, Device, Inverted, failing_writes, make_key
 
-from kv_pool import InvalidArgumentError
+from kv_pool import InvalidArgumentError, KVPoolError
 from kv_pool.errors import LayoutMismatchError, TierError
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
@@ -166,6 +168,38 @@ def test_a_folder_of_another_layout_is_refused_and_left_as_it_is(tmp_path, devic
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     tier = DiskTier(tmp_path, 8, device.layout)
     assert len(tier) == 2
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path, device):
+    def describe(model, weights):
+        return BlockLayout.describe(device.storage, 4, model=model, weights=weights)
+
+    DiskTier(tmp_path, 8, describe("one", "r1")).close()
+    with pytest.raises(LayoutMismatchError, match="model is 'other' here and 'one' there"):
+        DiskTier(tmp_path, 8, describe("other", "r1"))
+    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
+        DiskTier(tmp_path, 8, describe("one", "r2"))
+    with pytest.raises(LayoutMismatchError, match="model is '' here and 'one' there"):
+        DiskTier(tmp_path, 8, describe("", ""))
+    DiskTier(tmp_path, 8, describe("one", "r1")).close()
+
+
+def test_a_folder_of_version_1_is_used_as_one_of_no_model(tmp_path, device):
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0)
+    tier.close()
+    told = json.loads((tmp_path / "tier.json").read_text())
+    told["version"] = 1
+    del told["layout"]["model"], told["layout"]["weights"]
+    (tmp_path / "tier.json").write_text(json.dumps(told))
+    with pytest.raises(LayoutMismatchError, match="model is 'one' here and '' there"):
+        DiskTier(tmp_path, 8, BlockLayout.describe(device.storage, 4, model="one"))
+    tier = DiskTier(tmp_path, 8, device.layout)
+    assert tier.list_keys() == [KEYS[0]]
+    tier.close()
+    (tmp_path / "tier.json").write_text(json.dumps({**told, "version": 9}))
+    with pytest.raises(LayoutMismatchError, match="written in version 9; this one uses versions 1, 2"):
+        DiskTier(tmp_path, 8, device.layout)
 
 
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path, device):
@@ -517,3 +551,24 @@ def test_a_description_of_nonsense_is_refused(tmp_path, device, content):
     (tmp_path / "tier.json").write_bytes(content)
     with pytest.raises(TierError, match="does not describe a tier"):
         DiskTier(tmp_path, 8, device.layout)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_folder_is_refused_or_has_right_blocks_only(tmp_path, device, seed):
+    rng = random.Random(seed)
+    folder = tmp_path / "tier"
+    tier = DiskTier(folder, 8, device.layout)
+    put(tier, device, *range(6))
+    tier.close()
+    for _ in range(4):
+        name = rng.choice(["headers", "headers", "blocks", "tier.json"])
+        (folder / name).write_bytes(damage(rng, (folder / name).read_bytes()))
+        try:
+            tier = DiskTier(folder, 8, device.layout, verifies=rng.random() < 0.5)
+        except KVPoolError:
+            return
+        read = tier.read(tier.list_keys())
+        for key, block_id in zip(read.keys, read.block_ids, strict=True):
+            assert read.storage.read_block(block_id) == device.storage.read_block(KEYS.index(key))
+        invariants.check_tier(tier)
+        tier.close()

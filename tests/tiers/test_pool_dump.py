@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from drawing import ids
+from tiers.made_dumps import split_records, write_records
 
 from kv_pool import BlockAllocationRequest, BlockHasher, BlockPool, GPUKVPool, KVCacheManager, Request
 from kv_pool.contiguous import invariants as run_invariants
@@ -484,16 +485,52 @@ def test_records_in_another_order_or_left_out_are_refused(tmp_path):
 def test_what_is_no_dumped_pool_says_so(tmp_path):
     pool = BlockPool(6, True, 4)
     refuse(PoolDumpError, tmp_path / "nothing", pool, "No such file")
-    refuse(PoolDumpError, tmp_path, pool, "Is a directory")
+    refuse(PoolDumpError, tmp_path, pool, "it is not a regular file")
     (tmp_path / "text").write_text("not a pool, but long enough for one to begin")
     refuse(PoolDumpError, tmp_path / "text", pool, "is no dumped pool")
     make_small_file(tmp_path / "pool")
     data = bytearray((tmp_path / "pool").read_bytes())
     data[8] = 9
     (tmp_path / "newer").write_bytes(data)
-    refuse(PoolDumpError, tmp_path / "newer", pool, "written in version 9; this one reads version 1")
+    refuse(PoolDumpError, tmp_path / "newer", pool, "written in version 9; this one reads versions 1, 2")
     with pytest.raises(PoolDumpError):
         read_header(tmp_path / "text")
+
+
+def test_a_dump_of_another_model_is_refused(tmp_path):
+    pool, _ = make_pool()
+    storage = KVStorage.allocate(10, 4, 1, 1, 8, "float16")
+    layouts = {
+        name: BlockLayout.describe(storage, 4, HASHER, model=name, weights="r1")
+        for name in ("", "one", "other")
+    }
+    dump_pool(tmp_path / "one", pool, storage=storage, layout=layouts["one"])
+    dump_pool(tmp_path / "unnamed", pool, storage=storage)
+    empty = BlockPool(10, True, 4)
+    message = "model is 'other' here and 'one' there"
+    refuse(LayoutMismatchError, tmp_path / "one", empty, message, storage=storage, layout=layouts["other"])
+    message = "model is 'one' here and '' there"
+    refuse(LayoutMismatchError, tmp_path / "unnamed", empty, message, storage=storage, layout=layouts["one"])
+    weights = msgspec.structs.replace(layouts["one"], weights="r2")
+    message = "weights is 'r2' here and 'r1' there"
+    refuse(LayoutMismatchError, tmp_path / "one", empty, message, storage=storage, layout=weights)
+    load_pool(tmp_path / "one", empty, storage=storage, layout=layouts["one"])
+
+
+def test_a_dump_of_version_1_is_read_as_one_of_no_model(tmp_path):
+    """Version 1 had no model and no weights in its layout; the rest is as it was."""
+    pool, requests = make_pool()
+    storage = KVStorage.allocate(10, 4, 1, 1, 8, "float16")
+    dump_pool(tmp_path / "pool", pool, storage=storage)
+    header, *records = split_records((tmp_path / "pool").read_bytes())
+    fields = msgspec.msgpack.decode(header[1])
+    del fields["layout"]["model"], fields["layout"]["weights"]
+    write_records(tmp_path / "old", [(header[0], msgspec.msgpack.encode(fields)), *records], version=1)
+    empty = BlockPool(10, True, 4)
+    named = BlockLayout.describe(storage, 4, model="one")
+    refuse(LayoutMismatchError, tmp_path / "old", empty, "model is 'one' here", storage=storage, layout=named)
+    load_pool(tmp_path / "old", empty, storage=storage)
+    assert find(empty, requests[0])
 
 
 # ---- files -----------------------------------------------------------------------------------------

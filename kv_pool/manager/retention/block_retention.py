@@ -1,14 +1,18 @@
 """`BlockRetention`: which cached blocks are kept longer than others, until when, and which go first."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, SupportsIndex
 
 from mypy_extensions import i32
 
 from kv_pool.contiguous.run_pool_core import RunPoolCore
+from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NEVER, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
 from kv_pool.manager.retention.covers import Cover, Covers
 from kv_pool.manager.retention.deadlines import Deadlines
@@ -63,6 +67,13 @@ class BlockRetention:
         max_pinned_blocks: int = 0,
         max_sessions: int = 10_000,
     ) -> None:
+        check_type("block_pool", block_pool, BlockPoolCore)
+        if not callable(clock):
+            refuse_type("clock", clock, "a function")
+        if not isinstance(max_pinned_blocks, int):
+            max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
+        if not isinstance(max_sessions, int):
+            max_sessions = as_int("max_sessions", max_sessions)
         if max_pinned_blocks < 0 or max_sessions < 1:
             raise InvalidArgumentError(
                 f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
@@ -84,6 +95,15 @@ class BlockRetention:
         self._sessions: Sessions = Sessions(max_sessions)
         self._last_number: int = 0
         self._claims: dict[tuple[int, float], Claim] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<BlockRetention: {self._kept.num_blocks} blocks kept, {self._pins.count()} of "
+            f"{self._pins.max_pinned_blocks} pins, {len(self._sessions.by_id)} sessions>"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
 
     # ---- what a scheduler says and asks ------------------------------------------------------------
 
@@ -150,10 +170,12 @@ class BlockRetention:
             PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
                 changed.
         """
+        check_type("request_id", request_id, str)
+        listed = as_list_of("directives", directives, RetentionDirective)
         self._apply_clock()
         ranges: list[tuple[int, int | None, Claim]] = []
         pins: set[tuple[int, int]] = set()
-        for directive in directives:
+        for directive in listed:
             if directive.is_none:
                 continue
             ranges.append((directive.start, directive.end, self._make_claim(directive)))
@@ -187,8 +209,10 @@ class BlockRetention:
             PinLimitError: more than `max_pinned_blocks` blocks would be pinned. Nothing has changed.
         Cost: O(blocks in the ranges).
         """
+        get_request_id("request", request)
+        listed = as_list_of("directives", directives, RetentionDirective)
         self._apply_clock()
-        ranges = [(one.start, one.end, self._make_claim(one), one.is_none) for one in directives]
+        ranges = [(one.start, one.end, self._make_claim(one), one.is_none) for one in listed]
         changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
         for group_id, block_size in enumerate(self._block_sizes):
             for start, end, claim, is_none in ranges:
@@ -220,6 +244,11 @@ class BlockRetention:
             InvalidArgumentError: `until` is not in the future, or no such priority. Nothing has changed.
         Cost: O(blocks of the request).
         """
+        check_type("session_id", session_id, str)
+        get_request_id("request", request)
+        check_number("until", until)
+        if not isinstance(priority, int):
+            priority = as_int("priority", priority)
         now = self._clock()
         self._apply_clock()
         if not now < until < NEVER:
@@ -264,6 +293,7 @@ class BlockRetention:
         Returns:
             False: there is no such session (its time was up, say). Nothing has changed.
         """
+        check_type("session_id", session_id, str)
         self._apply_clock()
         session = self._sessions.pop(session_id)
         if session is None:
@@ -334,7 +364,7 @@ class BlockRetention:
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""
-        session_id = request.session_id
+        session_id: str | None = getattr(request, "session_id", None)
         if session_id is not None and session_id in self._sessions.by_id:
             self.end_session(session_id)
 

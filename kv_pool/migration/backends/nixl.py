@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.migration.backends.nixl_module import Nixl, load_nixl
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
@@ -114,7 +115,7 @@ class NixlBackend(TransferBackend):
     def open(self, peer_name: str, description: bytes) -> BlockReader:
         try:
             peer = msgspec.msgpack.decode(description, type=NixlDescription)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise PeerUnavailableError(f"{peer_name} does not say how to read from it: {error}") from error
         try:
             agent_name = self.agent.add_remote_agent(peer.metadata).decode()

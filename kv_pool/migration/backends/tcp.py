@@ -17,6 +17,7 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.migration.backends.wire_rows import BlockWindow, choose_rows, list_rows
 from kv_pool.migration.call_failures import describe_failure, raise_failure
 from kv_pool.migration.channel import Channel
@@ -221,5 +222,5 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 def _decode(data: bytes, kind: type[_Struct]) -> _Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise MigrationError(f"what should be {kind.__name__} is something else: {error}") from error

@@ -11,6 +11,7 @@ import msgspec
 
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.errors import PoolDumpError
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.regular_files import open_regular
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
@@ -43,6 +44,13 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
     num_evictions: int
     block_bytes: int
     next_sequence: int | None
+
+
+def check_header(header: PoolDumpHeader) -> None:
+    """Raise ValueError unless the header can be one of a pool."""
+    counts = (header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions, header.block_bytes)
+    if min(*counts, header.next_sequence or 0) < 0 or min(header.hash_block_size, header.num_blocks) < 1:
+        raise ValueError("its header has a negative count")
 
 
 @dataclass
@@ -85,7 +93,8 @@ class DumpReader:
         payload = self._take_payload()
         try:
             self.header = msgspec.msgpack.decode(payload, type=PoolDumpHeader)
-        except msgspec.MsgspecError as error:
+            check_header(self.header)
+        except UNDECODABLE as error:
             raise records.make_error(str(error)) from error
 
     def read_blocks(self) -> DumpedBlocks:
@@ -103,7 +112,7 @@ class DumpReader:
                 stores += decode_events(self._take_payload())
         except PoolDumpError:
             raise
-        except (ValueError, msgspec.MsgspecError) as error:
+        except UNDECODABLE as error:
             raise self._records.make_error(str(error)) from error
         return DumpedBlocks(rows, copies, stores)
 

@@ -21,7 +21,9 @@ import xxhash
 from kv_pool.errors import PoolDumpError, TierError
 
 MAGIC = b"kv_pool\x00"
-VERSION = 1
+VERSION = 2
+"""2: the layout may name model and weights. Dumps of version 1 name none, and are read as such."""
+_READ_VERSIONS = (1, VERSION)
 
 _START = Struct("<8sQ")
 _FRAME = Struct("<IIQQ")
@@ -79,8 +81,9 @@ class RecordReader:
         magic, version = _START.unpack(self._read(_START.size))
         if magic != MAGIC:
             raise PoolDumpError(f"{path} is no dumped pool: it does not begin like one")
-        if version != VERSION:
-            raise PoolDumpError(f"{path} was written in version {version}; this one reads version {VERSION}")
+        if version not in _READ_VERSIONS:
+            known = ", ".join(map(str, _READ_VERSIONS))
+            raise PoolDumpError(f"{path} was written in version {version}; this one reads versions {known}")
 
     def read_frame(self) -> Frame:
         """What comes next; read its payload before the next one."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidTypeError
 from kv_pool.ids import BlockHashWithGroupId
 
@@ -64,7 +64,7 @@ class CachedRows:
         return len(self.ids)
 
 
-def collect_rows(pool: BlockPool) -> CachedRows:
+def collect_rows(pool: BlockPoolCore) -> CachedRows:
     """All blocks that are found by a key, in the order of eviction if those in use were freed now.
 
     First the free ones in the queue's order. Those in use count as used last, those that cover the most
@@ -83,7 +83,7 @@ def collect_rows(pool: BlockPool) -> CachedRows:
     return rows
 
 
-def _collect_row(pool: BlockPool, block: KVCacheBlock, rows: CachedRows) -> None:
+def _collect_row(pool: BlockPoolCore, block: KVCacheBlock, rows: CachedRows) -> None:
     primary = block.block_hash
     keys = []
     for key in (primary, *pool.cached_block_hashes_by_block.get(block.block_id, ())):
@@ -138,7 +138,7 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
         first += count
 
 
-def list_copies(pool: BlockPool, rows: CachedRows) -> list[KeyCopies]:
+def list_copies(pool: BlockPoolCore, rows: CachedRows) -> list[KeyCopies]:
     """The keys that several of the rows carry."""
     carriers = _find_carriers(rows)
     entries = pool.cached_block_hash_to_block._cache
@@ -159,9 +159,13 @@ def check_rows(rows: CachedRows, copies: list[KeyCopies], num_blocks: int, num_c
     for row, keys in enumerate(rows.keys):
         if len(set(keys)) != len(keys) or any(len(key) < _GROUP_BYTES for key in keys):
             raise ValueError(f"block {rows.ids[row]} has keys that a block can not have")
+    if min(rows.num_tokens, default=0) < UNKNOWN:
+        raise ValueError("a key covers a negative number of tokens")
     told = {shared.key: sorted(shared.rows) for shared in copies}
     carriers = _find_carriers(rows)
-    if told != {key: places for key, places in carriers.items() if len(places) > 1}:
+    if len(told) != len(copies) or told != {
+        key: places for key, places in carriers.items() if len(places) > 1
+    }:
         raise ValueError("its keys are carried by other blocks than it says")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hash
-from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.events.stored_spans import take_positions
 from kv_pool.ids import BlockHashWithGroupId, ExternalBlockHash
 
@@ -30,7 +30,7 @@ def decode_events(payload: bytes) -> list[BlockStored]:
 
 
 def make_events(
-    pool: BlockPool, keys: Iterable[BlockHashWithGroupId], snapshot: Sequence[BlockStored]
+    pool: BlockPoolCore, keys: Iterable[BlockHashWithGroupId], snapshot: Sequence[BlockStored]
 ) -> list[KVCacheEvent]:
     """A clear, and stores that say of each of these keys, once for each time it is listed, that it is there.
 
@@ -69,7 +69,7 @@ def make_events(
     return [pool._cleared_type(), *(_convert(event, make_stored) for event in stores + again)]
 
 
-def split_events(pool: BlockPool, snapshot: Sequence[BlockStored]) -> dict[ToldKey, BlockStored]:
+def split_events(pool: BlockPoolCore, snapshot: Sequence[BlockStored]) -> dict[ToldKey, BlockStored]:
     """What the snapshot says of each block of the pool, as an event about this block alone."""
     return {
         (event.block_hashes[position], event.group_idx or 0): part
@@ -80,7 +80,7 @@ def split_events(pool: BlockPool, snapshot: Sequence[BlockStored]) -> dict[ToldK
     }
 
 
-def name_key(pool: BlockPool, key: BlockHashWithGroupId) -> ToldKey:
+def name_key(pool: BlockPoolCore, key: BlockHashWithGroupId) -> ToldKey:
     """A key as events have it."""
     block_hash = get_block_hash(key)
     return make_external_block_hash(block_hash) if pool.use_int_block_hashes else block_hash, get_group_id(
@@ -88,7 +88,7 @@ def name_key(pool: BlockPool, key: BlockHashWithGroupId) -> ToldKey:
     )
 
 
-def _is_of(pool: BlockPool, event: BlockStored) -> bool:
+def _is_of(pool: BlockPoolCore, event: BlockStored) -> bool:
     """Is it about blocks in the pool's own memory?"""
     return (event.medium, event.locality, event.ownership) == (pool.medium, None, None)
 

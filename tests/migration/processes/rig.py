@@ -91,7 +91,7 @@ class Rig:
         other = "b" if name == "a" else "a"
         peers = {other: self.proxies[other].address}
         self.nodes[name] = Node(name, peers, self.backend, self.lease_s)
-        self.proxies[name].upstream = self.nodes[name].ask("get_address")
+        self.proxies[name].upstream = self.nodes[name].ask("get_address", patience_s=4 * PATIENCE_S)
 
     def close(self):
         for node in self.nodes.values():

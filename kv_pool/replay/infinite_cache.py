@@ -1,0 +1,34 @@
+"""What a cache that never evicts would hit: the upper bound of every capacity."""
+
+from kv_pool.ids import BlockHash
+from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.simulator import ReplaySettings, find_block_size, open_trace, read_requests
+
+
+def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
+    """Count the hits of an infinite cache on the requests of `settings`.
+
+    Trace, limit, block size and convention count; capacities, clock and groups do not.
+    Raises:
+        TraceError: the trace can not be read.
+    """
+    trace = open_trace(settings)
+    block_size = find_block_size(settings.block_size, trace)
+    cached: set[BlockHash] = set()
+    found = InfiniteCache()
+    num_blocks = num_tokens = 0
+    for request in read_requests(trace, block_size, settings):
+        num_hits = 0
+        for block_hash in request.block_hashes[: request.max_hit_tokens // block_size]:
+            if block_hash not in cached:
+                break
+            num_hits += 1
+        cached.update(request.block_hashes)
+        found.blocks_hit += num_hits
+        found.tokens_hit += min(num_hits * block_size, request.input_length)
+        num_blocks += request.num_cacheable_blocks
+        num_tokens += request.input_length
+    found.num_blocks = len(cached)
+    found.block_hit_rate = found.blocks_hit / num_blocks if num_blocks else 0.0
+    found.token_hit_rate = found.tokens_hit / num_tokens if num_tokens else 0.0
+    return found

@@ -1,0 +1,49 @@
+"""Lists of capacities as they are written: `1000,3k,10k`, `1k:100k:log20`."""
+
+import re
+from collections.abc import Callable
+
+from kv_pool.errors import InvalidArgumentError
+
+FORMAT = "1000,3k,10k, or FIRST:LAST:logN or :linN for N of them in equal ratios or steps: 1k:100k:log20"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6}
+_MOST = 10_000
+
+
+def parse_count(text: str) -> int:
+    """The whole number of `1000`, `1_000`, `10k` or `1.5M`. Raises InvalidArgumentError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower().replace("_", ""))
+    number = float(found[1]) * _UNITS[found[2]] if found else 0.5
+    if number != int(number):
+        raise InvalidArgumentError(f"{text!r} is not a whole number such as 1000, 10k or 1.5M")
+    return int(number)
+
+
+def parse_range(text: str, parse_one: Callable[[str], int] = parse_count) -> list[int]:
+    """The numbers of a comma-separated list of numbers and ranges, each once, in order.
+
+    Args:
+        parse_one: reads a number of the list, or an end of a range.
+    Raises:
+        InvalidArgumentError: says which part can not be read.
+    """
+    numbers: set[int] = set()
+    for part in text.split(","):
+        if ":" not in part:
+            numbers.add(parse_one(part))
+            continue
+        found = re.fullmatch(r"([^:]+):([^:]+):(log|lin)(\d{1,6})", part.strip().lower())
+        if found is None:
+            raise InvalidArgumentError(f"{part!r} is not a range; write it as {FORMAT}")
+        first, last, num_points = parse_one(found[1]), parse_one(found[2]), int(found[4])
+        if not 0 < first < last or not 2 <= num_points <= _MOST:
+            raise InvalidArgumentError(
+                f"{part!r} is no range of 2 to {_MOST:,} numbers from one above 0 to a larger one"
+            )
+        steps = [position / (num_points - 1) for position in range(num_points)]
+        if found[3] == "log":
+            numbers.update(round(first * (last / first) ** step) for step in steps)
+        else:
+            numbers.update(round(first + (last - first) * step) for step in steps)
+    return sorted(numbers)

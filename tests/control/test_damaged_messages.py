@@ -1,0 +1,67 @@
+"""Lines over the control socket that are none of ours: typed errors, in both directions."""
+
+import random
+from contextlib import suppress
+
+import pytest
+from damage import damage
+
+from kv_pool import KVPoolError
+from kv_pool.control.messages import (
+    CancelCommand,
+    DefragCommand,
+    DefragReport,
+    MigrateCommand,
+    SequencesCommand,
+    TiersCommand,
+    decode_command,
+    decode_reply,
+    encode_command,
+    encode_error,
+    encode_result,
+)
+from kv_pool.control.node_reports import SequenceList, SequenceReport
+from kv_pool.errors import ControlError, InvalidArgumentError
+
+COMMANDS = [DefragCommand(3, 4), MigrateCommand("b", 7, True, 2.0), CancelCommand("ab"), SequencesCommand()]
+REPLIES = [
+    encode_result(DefragReport(127, 3.2, 0.085, 0.021, 16)),
+    encode_result(SequenceList([SequenceReport(1, 2, 1, 0.5, False)])),
+    encode_error(ControlError("because")),
+]
+NASTY = [b"[" * 20_000, b'"\\ud800"', b"\xff", b"1e999", b"9" * 400, b'{"a":' * 20_000, b"null", b"-1"]
+
+
+def spoil(rng, line):
+    if rng.random() < 0.6:
+        parts = line.split(b":")
+        place = rng.randrange(1, len(parts)) if len(parts) > 1 else 0
+        parts[place] = rng.choice(NASTY) + rng.choice([b"", b",", b"}", parts[place]])
+        return b":".join(parts)
+    return damage(rng, line)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lines_that_are_no_commands_or_replies_are_typed_errors(seed):
+    rng = random.Random(seed)
+    for _ in range(100):
+        with suppress(KVPoolError):
+            encode_command(decode_command(spoil(rng, encode_command(rng.choice(COMMANDS)))))
+        with suppress(KVPoolError):
+            decode_reply(spoil(rng, rng.choice(REPLIES)), rng.choice([DefragReport, SequenceList]))
+
+
+def test_text_that_has_no_form_in_json_is_a_typed_error_and_breaks_no_reply():
+    with pytest.raises(InvalidArgumentError, match="can not be sent"):
+        encode_command(CancelCommand("\ud800"))
+    with pytest.raises(InvalidArgumentError, match="the reply can not be sent"):
+        encode_result(SequenceList([SequenceReport("\ud800", 2, 1, 0.5, False)]))
+    with pytest.raises(ControlError, match=r"no \\ud800 here"):
+        decode_reply(encode_error(ControlError("no \ud800 here")), DefragReport)
+
+
+@pytest.mark.parametrize("start", [b'{"command": "tiers", "x": ', b'{"command": '])
+def test_nested_lists_are_no_command(start):
+    assert isinstance(decode_command(b'{"command": "tiers"}'), TiersCommand)
+    with pytest.raises(ControlError, match="a command is one line of JSON"):
+        decode_command(start + b"[" * 3000)

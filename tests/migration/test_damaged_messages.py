@@ -1,0 +1,124 @@
+"""Messages of nodes that are not what they should be: typed errors, and a node that is as it was."""
+
+import random
+from contextlib import suppress
+
+import msgspec
+import pytest
+from damage import craft_or_damage
+from migration.made_channels import LONG, soon
+from migration.made_nodes import MadeEngine
+
+from kv_pool import KVPoolError
+from kv_pool.errors import InvalidArgumentError, TransferFailedError
+from kv_pool.migration.addresses import connect_to
+from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend
+from kv_pool.migration.backends.wire_rows import list_rows
+from kv_pool.migration.handshake import greet_server
+from kv_pool.migration.message_codec import decode_message, encode_message
+from kv_pool.migration.messages import (
+    AcknowledgeTransfer,
+    AnnounceNode,
+    AskChecksums,
+    AskPull,
+    CancelTransfer,
+    Checksums,
+    DescribeNode,
+    ListNodes,
+    NodeLocation,
+    PrepareTransfer,
+    PullSubject,
+    RenewLease,
+)
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.opening import Opening, open_channel
+from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+
+SECRET = b"the secret of all nodes"
+ID = b"t" * 16
+
+
+def make_node(name="n"):
+    engine = MadeEngine()
+    engine.start("r", range(20))
+    backends = [TcpBackend(engine.storage)]
+    return engine, Migrator(name, engine.site, backends=backends, listen="127.0.0.1:0", secret=SECRET)
+
+
+def list_messages(layout, block_hashes):
+    subjects = [BlocksSubject((1, 2), (1, 1)), SequenceSubject("r"), PrefixSubject(tuple(block_hashes))]
+    return [
+        DescribeNode(),
+        ListNodes(),
+        AnnounceNode("m", "e", "127.0.0.1:1", NodeLocation("n"), 3.0),
+        *(PrepareTransfer(ID, subject, True, layout, "m") for subject in subjects),
+        *(PullSubject(ID, subject, False, "m", "127.0.0.1:1", 1.0) for subject in subjects),
+        AskChecksums(ID, [0, 1]),
+        RenewLease(ID),
+        AcknowledgeTransfer(ID, "e", [1, 2]),
+        CancelTransfer(ID, "because"),
+        AskPull(ID, True),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_node_answers_nonsense_with_typed_errors(seed):
+    rng = random.Random(seed)
+    engine, node = make_node()
+    messages = list_messages(engine.site.layout, engine.requests["r"].block_hashes)
+    with node:
+        for _ in range(25):
+            data = encode_message(rng.choice(messages))
+            if rng.random() < 0.8:
+                data = craft_or_damage(rng, data)
+            with suppress(KVPoolError):
+                encode_message(node.answer(decode_message(data), "m"))
+        for migration in node.list_migrations():
+            node.find_migration(migration.migration_id).cancel()
+        node.check_invariants()
+    engine.check_bytes("r")  # what was lent is back
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_backend_serves_what_it_can_and_ends_the_rest(seed, caplog):
+    rng = random.Random(seed)
+    engine, node = make_node()
+    rows = msgspec.msgpack.encode(Rows(list_rows(engine.storage)))
+    runs = msgspec.msgpack.encode(ReadRuns(ID, [1, 2, 5, 1]))
+    with node:
+        for _ in range(5):
+            channel = greet_server(connect_to(node.address, LONG), SECRET, soon(), "the node")
+            open_channel(channel, Opening("m", "tcp"), soon())
+            with suppress(KVPoolError):
+                channel.send(craft_or_damage(rng, rows) if rng.random() < 0.5 else rows, soon())
+                channel.send(craft_or_damage(rng, runs), soon())
+                channel.receive(soon())
+            channel.close()
+        node.check_invariants()
+    assert "has failed" not in caplog.text  # which is what is said of errors without a type
+
+
+def test_text_with_a_lone_surrogate_is_refused_before_it_is_sent():
+    with pytest.raises(InvalidArgumentError, match="PullSubject can not be sent"):
+        encode_message(PullSubject(ID, SequenceSubject("\ud800"), True, "n"))
+
+
+def test_checksums_of_a_wrong_size_fail_the_transfer():
+    """Seven bytes were a ValueError of numpy."""
+    source, target = make_node("s"), make_node("t")
+    answer = source[1].answer
+    hashes = source[0].requests["r"].block_hashes
+    target[0].finish("r")
+    assert target[0].manager.reset_prefix_cache()
+    with source[1] as giver, target[1] as taker:
+        taker._links.connect("s", lambda message, caller: answer_short(answer, message, caller))
+        taker.peers.add("s", giver.address)
+        migration = taker.fetch(PrefixSubject(tuple(hashes)), "s")
+        with pytest.raises(TransferFailedError, match="7 bytes of checksums"):
+            migration.wait(LONG)
+        giver.check_invariants()
+
+
+def answer_short(answer, message, caller):
+    """What a node replies, but for its checksums."""
+    return Checksums(b"1234567") if isinstance(message, AskChecksums) else answer(message, caller)

@@ -1,0 +1,141 @@
+"""The JSON schemas that ship with the package describe what is really written and read."""
+
+import json
+import random
+from importlib import resources
+
+import jsonschema
+import msgspec
+import pytest
+from replay.made_trace import make_random_records, record, write_trace
+
+from kv_pool import TraceError
+from kv_pool.replay import report
+from kv_pool.replay.report import ReplayReport, write_json
+from kv_pool.replay.request_outcomes import RequestOutcome, write_outcomes
+from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.sweep import run_sweep
+from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace_clock import EngineRates
+
+
+def validator(name):
+    text = (resources.files("kv_pool.replay") / "schemas" / f"{name}.schema.json").read_text()
+    schema = json.loads(text)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    records = make_random_records(random.Random(11), 100, 8, partial_ids=True)
+    return str(write_trace(tmp_path / "trace.jsonl", [*records, "broken"]))
+
+
+SETTINGS = {
+    "instant": {"num_blocks": 6},
+    "trace clock with a host pool": {
+        "clock": "trace",
+        "rates": EngineRates(1000.0, 20.0),
+        "host_blocks": 30,
+        "block_bytes": 64,
+        "limit": 90,
+    },
+    "tiers": {"num_blocks": 8, "host_tier": 4, "disk_tier": 50},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_report_and_its_requests_are_as_their_schemas_say(trace, tmp_path, name):
+    path, lines = tmp_path / "report.json", tmp_path / "requests.jsonl"
+    options = {"num_blocks": 14, "trace_block_size": 8, "skip_broken": True, **SETTINGS[name]}
+    with write_outcomes(str(lines)) as write:
+        write_json(run_replay(ReplaySettings(trace, **options), on_outcome=write), str(path))
+    validator("report").validate(json.loads(path.read_text()))
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(found) >= 90
+    for line in found:
+        validator("request").validate(line)
+
+
+def test_the_reports_of_a_sweep_are_as_the_schema_says(trace, tmp_path):
+    path = tmp_path / "sweep.json"
+    settings = ReplaySettings(trace, 1, trace_block_size=8, skip_broken=True)
+    write_json(run_sweep(settings, [6, 60], 1), str(path))
+    reports = json.loads(path.read_text())
+    validator("report").validate(reports)
+    assert reports[0]["infinite_cache"]["tokens_hit"] > 0
+
+
+def test_a_wrong_report_is_noticed(trace):
+    found = json.loads(
+        msgspec.json.encode(run_replay(ReplaySettings(trace, 9, trace_block_size=8, limit=50)))
+    )
+    validator("report").validate(found)
+    for change in (
+        {"more": 1},
+        {"requests": "1"},
+        {"token_hit_rate": 1.5},
+        {"clock": "wall"},
+        {"tiers": None},
+    ):
+        assert not validator("report").is_valid(found | change), change
+    del found["requests"]
+    assert not validator("report").is_valid(found)
+
+
+def structs():
+    """Each of the structs of a report, as the schema names it."""
+    return {
+        "report": ReplayReport,
+        "call_times": report.CallTimes,
+        "waits": report.Waits,
+        "tier_report": report.TierReport,
+        "infinite_cache": report.InfiniteCache,
+        "provenance": report.Provenance,
+    }
+
+
+def test_every_field_is_required_and_has_a_description():
+    parts = validator("report").schema["$defs"]
+    assert set(parts) == set(structs())
+    shapes = [(parts[name], struct) for name, struct in structs().items()]
+    for shape, struct in [*shapes, (validator("request").schema, RequestOutcome)]:
+        assert list(shape["properties"]) == shape["required"] == list(struct.__struct_fields__)
+        assert all(field.get("description") for field in shape["properties"].values())
+
+
+def test_lines_of_the_bundled_trace_are_as_the_schema_says():
+    import gzip
+
+    lines = gzip.decompress(Trace("mooncake_conversation").path.read_bytes()).splitlines()
+    for line in lines[::100]:
+        validator("trace_line").validate(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "is_right"),
+    [
+        (record(600, [1, 2], 3, 4, session_id=["a"], more={}), True),
+        ({"token_ids": [1, 2**64 - 1]}, True),
+        ({"prompt_token_ids": [1], "timestamp": 1.5}, True),
+        ({"token_ids": [1], "hash_ids": None}, True),
+        ({"hash_ids": [1]}, False),
+        ({"input_length": 3}, False),
+        ({"token_ids": []}, False),
+        ({"token_ids": [-1]}, False),
+        ({"token_ids": [2**64]}, False),
+        (record(0, []), False),
+        (record(600, [1, 2], -1), False),
+        (record(600, [1, 2], 0, -1), False),
+        (record(600, ["1", 2]), False),
+    ],
+)
+def test_the_reader_and_the_schema_of_a_line_agree(tmp_path, line, is_right):
+    path = write_trace(tmp_path / "trace.jsonl", [line])
+    assert validator("trace_line").is_valid(line) == is_right
+    if is_right:
+        assert len(list(Trace(path, block_size=512))) == 1
+    else:
+        with pytest.raises(TraceError):
+            list(Trace(path, block_size=512))

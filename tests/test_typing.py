@@ -1,0 +1,107 @@
+"""All Python on the pages passes `mypy --strict`, and so does what they say in words."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "kv_pool").rglob("README.md"))]
+
+MADE_BEFORE = {
+    "README.md": """
+from typing import Any
+from kv_pool import FullAttentionSpec, GPUKVPool, SlidingWindowSpec
+from kv_pool.adapter.migration_manager import KVPoolMigrationManager
+from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.control import ControlServer
+from kv_pool.integrations.transformers.cache import PagedCache
+from kv_pool.integrations.transformers.sequences import PagedSequences
+from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.peers import read_peers
+from kv_pool.migration.secret import load_secret
+from kv_pool.storage import KVStorage
+engine: Any
+model: Any
+token_ids: Any
+sequences: PagedSequences
+request: Any
+storage: KVStorage
+""",
+    "kv_pool/README.md": """
+import time
+from kv_pool import BlockHasher, BlockPool, BlockRetention, KVCacheManager, Request, RetentionDirective
+from kv_pool.events import PublisherConfig, StreamState, ZMQEventPublisher
+from kv_pool.storage import KVStorage
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers.pool_dump import dump_pool, load_pool
+pool: BlockPool
+request: Request
+storage: KVStorage
+block_size: int
+hasher: BlockHasher
+publisher: ZMQEventPublisher
+state: StreamState
+""",
+    "kv_pool/integrations/README.md": """
+from typing import Any
+import kv_pool
+from kv_pool.core.kv_events import KVEventTypes
+Stored: Any
+Removed: Any
+Cleared: Any
+EngineSample: Any
+engine_setting: bool
+""",
+}
+"""What fragments of programs use and do not show."""
+
+IN_WORDS = """
+import numpy as np
+
+from kv_pool import BlockHash, BlockHasher, KVCacheManager, Request
+from kv_pool.manager.request import SchedulableRequest
+
+hasher = BlockHasher("sha256", block_size=4)
+request = Request("r", np.arange(10, dtype=np.int32), hasher)
+request.append_output_token_ids(np.array([1, 2]))
+hashes: list[BlockHash] = hasher.hash_blocks(np.arange(10))
+schedulable: SchedulableRequest = request
+
+def allocate(manager: KVCacheManager) -> None:
+    manager.allocate_slots(request, np.int64(4))
+"""
+
+
+def take_code(page):
+    """A page's blocks of Python as one program, with the names that they expect."""
+    name = page.relative_to(ROOT).as_posix()
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return MADE_BEFORE.get(name, "") + "\n".join(blocks)
+
+
+@pytest.mark.timeout(600)
+def test_documented_code_passes_strict_type_checks(tmp_path):
+    for page in PAGES:
+        name = "_".join(page.relative_to(ROOT).parts[:-1]) or "top"
+        (tmp_path / f"page_{name}.py").write_text(take_code(page))
+    (tmp_path / "in_words.py").write_text(IN_WORDS)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        f"--cache-dir={ROOT / '.mypy_cache'}",
+    ]
+    checked = subprocess.run(
+        [*command, *sorted(path.name for path in tmp_path.iterdir())],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -1,0 +1,326 @@
+"""Arguments of a wrong type raise `InvalidTypeError` with the argument's name and change nothing."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from kv_pool import (
+    BlockAllocationRequest,
+    BlockHasher,
+    BlockLeases,
+    BlockPool,
+    BlockRetention,
+    GPUKVPool,
+    InvalidTypeError,
+    KVCacheManager,
+    KVPoolError,
+    LeaseKind,
+    Request,
+    RetentionDirective,
+)
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.invariants import check
+from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.slot_mapping import SlotMapping
+
+HASHER = BlockHasher("sha256", block_size=4)
+
+
+class Things:
+    """A pool in use, and valid arguments for each public method of what is built on it."""
+
+    def __init__(self, pool_type):
+        self.pool = pool_type(24, True, 4, enable_kv_cache_events=True)
+        self.retention = BlockRetention(self.pool, lambda: 0.0, max_pinned_blocks=4)
+        self.manager = KVCacheManager(self.pool, retention=self.retention)
+        self.first = Request("first", range(10), HASHER)
+        self.manager.allocate_slots(self.first, 10)
+        self.first.num_computed_tokens = 10
+        self.new = Request("new", range(10), HASHER)
+        self.held = self.manager.get_table("first").blocks
+        self.spare = self.pool.get_new_blocks(2)
+        self.leases = BlockLeases(self.pool, lambda: 0.0)
+        self.lease = self.leases.lend(self.held[:1], 5.0, "reader")
+        self.batch = BatchBlockTable(4, 8, 4)
+        self.batch.add_request("first", self.manager.get_table("first"))
+        self.batch.update()
+        self.slots = SlotMapping(self.batch, 16)
+        self.adapter = GPUKVPool(20, 4)
+        self.adapter.allocate(BlockAllocationRequest(3, 1))
+
+    def draw(self):
+        """Everything that a call could have changed."""
+        check(self.pool)
+        check(self.adapter.block_pool)
+        return [
+            [
+                (block.block_id, block.ref_cnt, block.block_hash, block.generation)
+                for pool in (self.pool, self.adapter.block_pool)
+                for block in pool.blocks
+            ],
+            [
+                block.block_id
+                for pool in (self.pool, self.adapter.block_pool)
+                for block in pool.free_block_queue.get_all_free_blocks()
+            ],
+            list(self.pool.kv_event_queue),
+            [(name, self.manager.get_block_ids(name)) for name in self.manager.list_request_ids()],
+            [(one.lease_id, one.deadline, one.state) for one in self.leases.list_leases()],
+            (self.retention.num_kept, self.retention.num_pins, self.retention.list_sessions()),
+            self.batch.block_ids.tolist(),
+            self.slots.slots.tolist(),
+            [(one, self.adapter.blocks_of(one)) for one in self.adapter.list_sequences()],
+            self.adapter.num_pinned_blocks,
+        ]
+
+    def list_calls(self):
+        """For each class its methods by name, with arguments that could be meant."""
+        first, new, spare, held = self.first, self.new, self.spare, self.held
+        request = BlockAllocationRequest(1, 2)
+        pool = {
+            "get_new_blocks": {"num_blocks": 1},
+            "take_blocks": {"blocks": self.pool.free_block_queue.get_all_free_blocks()[:1]},
+            "touch": {"blocks": held},
+            "free_blocks": {"ordered_blocks": spare},
+            "unpin_blocks": {"blocks": spare, "on_reuse": print},
+            "is_block_writable": {"block": spare[0]},
+            "evict_blocks": {"block_ids": [1]},
+            "swap_block_ids": {"pairs": [(1, 2)]},
+            "add_blocks": {"num_blocks": 1},
+            "remove_last_blocks": {"num_blocks": 1},
+            "get_cached_block": {"block_hash": first.block_hashes[0], "kv_cache_group_ids": [0]},
+            "find_cached_prefix": {
+                "block_hashes": first.block_hashes,
+                "max_num_blocks": 2,
+                "kv_cache_group_id": 0,
+            },
+            "list_keys": {"blocks": held},
+            "cache_full_blocks": {
+                "request": new,
+                "blocks": spare,
+                "num_cached_blocks": 0,
+                "num_full_blocks": 2,
+                "block_size": 4,
+                "kv_cache_group_id": 0,
+                "block_mask": [True, True],
+            },
+            "emit_cached_block_events": {
+                "request": first,
+                "num_cached_blocks": 1,
+                "block_size": 4,
+                "kv_cache_group_id": 0,
+            },
+            "cache_partial_block": {
+                "request": first,
+                "block": spare[0],
+                "num_tokens": 4,
+                "kv_cache_group_id": 0,
+                "block_size": 4,
+                "replace_existing_hashes": False,
+            },
+            "move_block_hashes": {"src_block": held[0], "dst_block": spare[0]},
+        }
+        if isinstance(self.pool, RunBlockPool):
+            pool |= {
+                "get_new_blocks_after": {"block": held[-1], "num_blocks": 1},
+                "get_new_run": {"num_blocks": 2},
+                "get_fragmentation_rate": {"run_length": 4},
+                "count_runs": {"run_length": 4},
+                "grow": {"num_blocks": 1},
+                "shrink": {"num_blocks": 1},
+            }
+        counts = {
+            "num_lookahead_tokens": 0,
+            "num_external_computed_tokens": 0,
+            "num_encoder_tokens": 0,
+            "full_sequence_must_fit": False,
+            "reserved_blocks": 0,
+        }
+        prefix = self.manager.get_computed_blocks(new)
+        admitted = {"request": new, "num_new_tokens": 2, "cached_prefix": prefix}
+        named = {"request_id": "first", "group_id": 0}
+        return [
+            (self.pool, pool),
+            (
+                self.manager,
+                {
+                    "get_computed_blocks": {"request": new, "max_num_tokens": 8},
+                    "holds_blocks": {"request_id": "first"},
+                    "get_table": named,
+                    "get_block_ids": named,
+                    "fits_alone": {"num_tokens": 8, "num_encoder_tokens": 0},
+                    "count_most_blocks": {"num_tokens": 8, "num_encoder_tokens": 0},
+                    "can_allocate": admitted | counts,
+                    "allocate_slots": admitted | counts | {"delay_cache_blocks": False},
+                    "fork": {"parent": first, "child": new},
+                    "cache_blocks": {"request": first, "num_computed_tokens": 8},
+                    "evict_blocks": {"block_ids": [1]},
+                    "report_invalid_blocks": {"block_ids": [1]},
+                    "free": {"request": first},
+                    "pop_tables": {"request_id": "first"},
+                    "put_tables": {"request_id": "new", "tables": []},
+                    "take_blocks": {"num_blocks": 1},
+                    "free_blocks": {"blocks": spare},
+                },
+            ),
+            (
+                self.retention,
+                {
+                    "set_directives": {"request_id": "first", "directives": [RetentionDirective(0, 4)]},
+                    "change_directives": {"request": first, "directives": [RetentionDirective(0, 4)]},
+                    "keep_session": {"session_id": "chat", "request": first, "until": 9.0, "priority": 50},
+                    "end_session": {"session_id": "chat"},
+                },
+            ),
+            (
+                self.leases,
+                {
+                    "lend": {"blocks": held, "deadline": 9.0, "holder": "me", "kind": LeaseKind.READ},
+                    "give_back": {"lease": self.lease},
+                    "extend": {"lease": self.lease, "deadline": 9.0},
+                    "is_lent": {"block": held[0]},
+                },
+            ),
+            (
+                self.batch,
+                {
+                    "get_row_number": {"request_id": "first"},
+                    "add_request": {"request_id": "new", "table": self.manager.get_table("first")},
+                    "remove_request": {"request_id": "first"},
+                    "swap_rows": {"row_number": 0, "other_row_number": 0},
+                    "remap": {"remap": np.arange(24)},
+                },
+            ),
+            (
+                self.slots,
+                {
+                    "fill_decode": {"positions": np.array([3]), "num_slots": 4},
+                    "fill_chunks": {
+                        "query_start_loc": np.array([0, 2]),
+                        "first_positions": np.array([3]),
+                        "num_slots": 4,
+                    },
+                },
+            ),
+            (
+                HASHER,
+                {
+                    "hash_blocks": {"token_ids": [1, 2, 3, 4], "parent": HASHER.root, "extra_keys": [None]},
+                    "hash_request": {"request": first},
+                },
+            ),
+            (self.new, {"append_output_token_ids": {"token_ids": [1]}}),
+            (
+                self.adapter,
+                {
+                    "allocate": {"request": request},
+                    "try_allocate": {"request": request},
+                    "allocate_many": {"requests": [request]},
+                    "fork": {"parent_id": 1, "child_id": 2, "num_blocks": 1},
+                    "cache_prefix": {
+                        "sequence_id": 1,
+                        "block_hashes": first.block_hashes,
+                        "token_ids": range(8),
+                    },
+                    "claim_prefix": {"sequence_id": 2, "block_hashes": first.block_hashes, "priority": 0},
+                    "free": {"block_ids": [1], "sequence_id": 1},
+                    "free_many": {"batches": [[1]]},
+                    "free_sequence": {"sequence_id": 1},
+                    "evict": {"num_blocks": 1},
+                    "list_victims": {"num_blocks": 1, "priority": 0, "sequence_id": 1},
+                    "pin": {"block_ids": [1]},
+                    "unpin": {"block_ids": [1]},
+                    "blocks_of": {"sequence_id": 1},
+                    "note_access": {"sequence_id": 1},
+                    "get_block_info": {"block_id": 1},
+                    "count_available": {"priority": 0},
+                    "defragment": {"max_evictions": 0, "max_moves": 1, "goal": 0.5},
+                    "grow": {"num_blocks": 1},
+                    "shrink": {"num_blocks": 1},
+                    "connect": {"peer": GPUKVPool(4, 4, device_id=1)},
+                    "get_attached_node": {"device_id": 1},
+                    "migrate_blocks": {"block_ids": [1], "target_device_id": 1},
+                    "try_migrate_blocks": {"block_ids": [1], "target_device_id": 1},
+                },
+            ),
+        ]
+
+
+class Wrong:
+    """Not what any parameter takes."""
+
+
+WRONG_VALUES = {int: ["1", 1.5, Wrong()], str: [5, Wrong()], bool: ["yes", Wrong()], float: ["1", Wrong()]}
+NOT_WALKED = {
+    GPUKVPool: {"attach", "dump", "load"},  # a node's part, and a file's
+    BlockRetention: {  # for the manager
+        "attach",
+        "holds",
+        "note_taken",
+        "note_admitted",
+        "free_table",
+        "will_pin",
+        "forget_request",
+        "free_blocks",
+        "make_room",
+        "reclaim",
+        "forget_blocks",
+    },
+}
+
+
+def list_wrong_values(value):
+    """Of other types than a valid value, and for a sequence one with an element of another type."""
+    wrong = WRONG_VALUES.get(type(value), ["a", 5, Wrong()])
+    return [*wrong, [Wrong()]] if isinstance(value, list) else wrong
+
+
+def list_methods(thing):
+    return {
+        name
+        for name in dir(type(thing))
+        if not name.startswith("_")
+        and callable(getattr(type(thing), name))
+        and len(inspect.signature(getattr(type(thing), name)).parameters) > 1
+    }
+
+
+THINGS = [BlockPool, RunBlockPool]
+
+
+def list_cases():
+    for pool_type in THINGS:
+        for number, (thing, calls) in enumerate(Things(pool_type).list_calls()):
+            if thing.__class__ in THINGS:
+                continue
+            for name, arguments in calls.items():
+                for argument in arguments:
+                    where = f"{type(thing).__name__}.{name}({argument})"
+                    yield pytest.param(pool_type, number, name, argument, id=where)
+            if pool_type is RunBlockPool:
+                break  # the others are the same
+
+
+@pytest.mark.parametrize(("pool_type", "number", "name", "argument"), list(list_cases()))
+def test_a_wrong_type_names_the_argument_and_changes_nothing(pool_type, number, name, argument):
+    things = Things(pool_type)
+    thing, calls = things.list_calls()[number]
+    valid = calls[name]
+    before = things.draw()
+    for wrong in list_wrong_values(valid[argument]):
+        with pytest.raises(KVPoolError) as raised:
+            getattr(thing, name)(**valid | {argument: wrong})
+        assert isinstance(raised.value, InvalidTypeError), (wrong, raised.value)
+        assert argument in str(raised.value), wrong
+        assert things.draw() == before
+
+
+@pytest.mark.parametrize("pool_type", THINGS)
+def test_every_public_method_with_arguments_is_walked(pool_type):
+    for thing, calls in Things(pool_type).list_calls():
+        expected = list_methods(thing) - NOT_WALKED.get(type(thing), set())
+        assert calls.keys() == expected, type(thing).__name__
+        for name, arguments in calls.items():
+            parameters = list(inspect.signature(getattr(thing, name)).parameters)
+            assert sorted(parameters) == sorted(arguments), name

@@ -1,0 +1,32 @@
+"""The records of a dumped pool's file, taken apart and put together again with the right checksums."""
+
+from struct import Struct
+
+import xxhash
+
+from kv_pool.tiers.dump.records import MAGIC, VERSION
+
+_START = Struct("<8sQ")
+_FRAME = Struct("<IIQQ")
+_CHECKSUM = Struct("<Q")
+
+
+def split_records(data):
+    """(kind, payload) of each record."""
+    records = []
+    place = _START.size
+    while place < len(data):
+        kind, _, num_bytes, _ = _FRAME.unpack_from(data, place)
+        place += _FRAME.size + _CHECKSUM.size
+        records.append((kind, data[place : place + num_bytes]))
+        place += num_bytes
+    return records
+
+
+def write_records(path, records, version=VERSION):
+    """A file of these, whatever they say, that no checksum gives away."""
+    with open(path, "wb") as file:
+        file.write(_START.pack(MAGIC, version))
+        for number, (kind, payload) in enumerate(records):
+            frame = _FRAME.pack(kind, number, len(payload), xxhash.xxh3_64_intdigest(payload))
+            file.write(frame + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(frame)) + payload)
