@@ -153,8 +153,9 @@ class HolderTables:
             keys[block_hash] = token_key
             num_stored += 1
             if table is not None:
-                bits = table.holders.get(block_hash)
-                table.holders[block_hash] = bit if bits is None else self._share(bits | bit)
+                bits = table.holders.setdefault(block_hash, bit)
+                if bits is not bit:
+                    table.holders[block_hash] = self._share(bits | bit)
                 if token_key is not None:
                     self._add_token_key(held, table, bit, token_key)
         counts.num_stored += num_stored
@@ -372,7 +373,9 @@ def to_wire_hash(block_hash: Any) -> Any:
 
 def to_wire_hashes(block_hashes: Any) -> Any:
     """Return hashes as unsigned 64-bit numbers; the same object if they are, or are a NumPy array of them."""
-    listed: Any = block_hashes.tolist() if hasattr(block_hashes, "tolist") else block_hashes
+    listed: Any = block_hashes
+    if not isinstance(listed, list) and hasattr(listed, "tolist"):
+        listed = listed.tolist()
     if not len(listed):
         return listed
     if isinstance(listed[0], bytes) and len(listed[0]) <= _MAX_DIGEST_BYTES:

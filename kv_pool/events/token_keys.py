@@ -40,10 +40,15 @@ def chain_keys(
     Raises: InvalidArgumentError, InvalidTypeError: a token that is not an unsigned 64-bit integer.
     """
     digest = xxhash.xxh3_64_intdigest
-    num_extras = len(extra_keys) if extra_keys else 0
     keys: list[Any] = []
+    if not extra_keys or not any(extra_keys):
+        for packed in pack_blocks(token_ids, block_size):
+            parent = digest(packed, parent)
+            keys.append(parent)
+        return keys
+    num_extras = len(extra_keys)
     for position, packed in enumerate(pack_blocks(token_ids, block_size)):
-        if extra_keys and position < num_extras:
+        if position < num_extras:
             extra = extra_keys[position]
             if extra and lora_name is not None and extra[0] == lora_name:
                 extra = extra[1:]
