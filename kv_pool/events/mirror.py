@@ -82,7 +82,8 @@ class PrefixMirror:
 
     Calls that change may come from any thread. Lookups take no lock: they see each block as it was before or
     after a change that runs meanwhile.
-    Memory: see `benchmarks/results/mirror.txt`; after churn dicts keep spare entries, so about half more.
+    Memory: about 120 bytes for each block and publisher that holds it, 180 with tokens; 190 and 270 when all
+    blocks were replaced since, as dicts keep spare entries (200,000 blocks over 16 publishers).
     """
 
     def __init__(
