@@ -173,6 +173,7 @@ def test_a_mirror_that_lost_batches_to_unanswered_replays_heals():
             read_until(subscriber, has_lost, note)
             assert subscriber.stats().is_incomplete
             subscriber.replay_endpoint = publisher.replay_endpoint
+            subscriber._machine.replay_timeout_s = LIMIT_S  # the answer may take a while on a busy machine
             wait_until_sent(publisher, published)
             read_until(subscriber, lambda _: not subscriber.stats().is_incomplete, note)
             read_to_the_end(subscriber, publisher, published, mirror)
