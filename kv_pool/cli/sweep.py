@@ -153,7 +153,8 @@ def make_table(reports: list[ReplayReport], console: Console) -> Table:
     """One row per replay, with a bar for the token hit rate where the terminal has room for one."""
     table = _lay_out(reports, 0)
     room = console.width - measure_table(table, console).minimum - _AROUND_BAR
-    bar_width = min(_BAR_WIDTH, room) if console.is_terminal else _BAR_WIDTH
+    longest = round(_BAR_WIDTH * max(report.token_hit_rate for report in reports))
+    bar_width = _BAR_WIDTH if longest <= room or not console.is_terminal else room
     return table if bar_width < _MIN_BAR_WIDTH else _lay_out(reports, bar_width)
 
 
@@ -164,7 +165,7 @@ def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
     for name in rows[0]:
         table.add_column(name, justify="right", no_wrap=True)
     if bar_width:
-        table.add_column("", width=bar_width, no_wrap=True)
+        table.add_column("", no_wrap=True)
     for report, row in zip(reports, rows, strict=True):
         table.add_row(*row.values(), *["█" * round(bar_width * report.token_hit_rate)] * bool(bar_width))
     bound = reports[0].infinite_cache

@@ -90,7 +90,7 @@ def test_a_running_sequence_moves_to_another_node_and_goes_on_there(folder):
             assert (status["peer"], status["direction"], status["phase"]) == (other, direction, "done")
             assert status["num_bytes"] == num_moved * 4096
         table = ask(folder, "migration-status", "--node", "a").stdout
-        assert re.search(rf"sequence {sequence_id} +move to b +done +{num_moved}/{num_moved} ", table), table
+        assert re.search(rf"sequence {sequence_id} +done +move to b +{num_moved}/{num_moved} ", table), table
         # And back again, to the node that the target knows by name.
         assert ask(folder, "migrate", "--node", "b", *arguments[:3], "a").returncode == 0
         assert list_ids("a") == [sequence_id]
