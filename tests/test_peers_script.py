@@ -12,7 +12,7 @@ SCRIPT = ROOT / ".ci" / "peers"
 PEERS = re.search(r"default: (.*)", SCRIPT.read_text())[1].split()
 
 
-@pytest.mark.parametrize("peer", [peer for peer in PEERS if peer != "router"])
+@pytest.mark.parametrize("peer", PEERS)
 def test_every_peer_has_tests_of_its_own_mark(peer):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"][
         "markers"
