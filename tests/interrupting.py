@@ -1,7 +1,8 @@
-"""Raise in the middle of a call, as a signal handler does: at one moment after the other, or at a random one."""
+"""Raise in the middle of a call, as a signal handler does: at each moment in turn, or at a random one."""
 
 import dis
 import functools
+import inspect
 import itertools
 import random
 import signal
@@ -43,7 +44,9 @@ class _OpcodeTrace:
             frame.f_trace_lines = False
             self.last_opcode[id(frame)] = None
             self.children.pop(id(frame), None)
-            self.count()
+            # A generator that goes on may be about to be closed, which no handler comes between.
+            if not (frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_lasti >= 0):
+                self.count()
         elif event == "opcode":
             names = _find_opcode_names(frame.f_code)
             last = self.last_opcode.get(id(frame))
@@ -52,7 +55,7 @@ class _OpcodeTrace:
             if last == "JUMP_BACKWARD":
                 self.count()
             elif last in _CALLS:
-                # A plain function called by plain code runs in the same loop: nothing is checked when it returns.
+                # A plain function called by plain code runs in the same loop: no check when it returns.
                 is_plain = (
                     last != "CALL_FUNCTION_EX" and len(entered) == 1 and entered[0] not in _ENTERED_BY_C
                 )
@@ -83,7 +86,7 @@ def interrupt_at(moment, call):
 
 
 def interrupt_everywhere(make, call, check):
-    """For one moment after the other: `subject = make()`, then `call(subject)` interrupted, then `check(subject)`.
+    """For each moment in turn: `subject = make()`, then `call(subject)` interrupted, then `check(subject)`.
 
     Returns:
         How many moments there were, and for each that `check` did not like (moment, what it raised).
@@ -116,7 +119,7 @@ def alarm_that_raises():
 
 
 def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):
-    """Call `step()` again and again until a signal that comes at a random time raises in it or between two."""
+    """Call `step()` again and again until a signal that comes at a random time raises."""
     try:
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, longest_s))
         while True:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from kv_pool.tiers.dump.dump_reader import PoolDumpHeader
     from kv_pool.tiers.pool_dump import LoadedPool
 
+_NONE: frozenset[int] = frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
@@ -185,6 +187,7 @@ class GPUKVPool(KVPoolProtocol):
         # Bound here, and written out where they are called: a short call feels each step in between.
         self._number_allocation = self._allocation_latency.number_call
         self._number_freeing = self._freeing_latency.number_call
+        self._is_broken_off = False  # a call was interrupted, and so was what `_recover` did about it
         self._num_moved_blocks = 0
         self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
@@ -310,9 +313,7 @@ class GPUKVPool(KVPoolProtocol):
                     f"sequence {parent_id} has {len(parent.blocks)} blocks; {count} of them cannot be shared"
                 )
             shared = list(parent.blocks)[:count]
-            self.block_pool.touch(shared)
-            if shared:
-                self._hold(Holder(child_id, parent.priority, self._clock()), shared)
+            self._share(Holder(child_id, parent.priority, self._clock()), shared)
             return [block.block_id for block in shared]
 
     # ---- the prefix cache ------------------------------------------------------------------------
@@ -392,10 +393,7 @@ class GPUKVPool(KVPoolProtocol):
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             self._num_looked_up_blocks += len(block_hashes)
             self._num_hit_blocks += len(hits)
-            if hits:
-                self.block_pool.touch(hits)
-                self._retention.note_taken(hits)
-                self._hold(Holder(sequence_id, priority, self._clock()), hits)
+            self._share(Holder(sequence_id, priority, self._clock()), hits)
             return [block.block_id for block in hits]
 
     def dump(
@@ -437,7 +435,7 @@ class GPUKVPool(KVPoolProtocol):
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
-                self._drop(self.holdings.find_drops(block_ids, sequence_id))
+                self._give_back(self.holdings.find_drops(block_ids, sequence_id))
         finally:
             if started_ns:
                 self._freeing_latency.note(perf_counter_ns() - started_ns)
@@ -461,7 +459,7 @@ class GPUKVPool(KVPoolProtocol):
             with self.lock:
                 sequence = self.holdings.find_usable(sequence_id)
                 num_free = self.block_pool.get_num_free_blocks()
-                self._drop([(sequence, block) for block in sequence.blocks])
+                self._give_back([(sequence, block) for block in sequence.blocks])
                 return self.block_pool.get_num_free_blocks() - num_free
         finally:
             if started_ns:
@@ -510,7 +508,11 @@ class GPUKVPool(KVPoolProtocol):
         with self.lock:
             blocks = self.holdings.find_held(block_ids)
             self.holdings.check_not_frozen(blocks)
-            self._pins.pin(blocks)
+            try:
+                self._pins.pin(blocks)
+            except BaseException as error:
+                self._recover(error)
+                raise
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Take one pin off each block.
@@ -519,7 +521,11 @@ class GPUKVPool(KVPoolProtocol):
             InvalidBlockError: no such block, or not pinned so often. Nothing has changed.
         """
         with self.lock:
-            self._pins.unpin(self.holdings.find_held(block_ids))
+            try:
+                self._pins.unpin(self.holdings.find_held(block_ids))
+            except BaseException as error:
+                self._recover(error)
+                raise
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -658,10 +664,15 @@ class GPUKVPool(KVPoolProtocol):
             max_moves = as_int("max_moves", max_moves)
         if goal is not None:
             check_number("goal", goal)
-        with self.lock, self.holdings.hold_in_flight():
-            if goal is None:
-                return self.placement.pack(max_moves, max_evictions)
-            return self.placement.gather(max_moves, max_evictions, self.run_length, goal)
+        with self.lock:
+            try:
+                with self.holdings.hold_in_flight():
+                    if goal is None:
+                        return self.placement.pack(max_moves, max_evictions)
+                    return self.placement.gather(max_moves, max_evictions, self.run_length, goal)
+            except BaseException as error:
+                self._recover(error)
+                raise
 
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids. O(blocks of the pool).
@@ -676,8 +687,12 @@ class GPUKVPool(KVPoolProtocol):
                     f"the storage has blocks 0 to {self.storage.num_blocks - 1}; with {num_blocks} more the "
                     f"pool would have 1 to {self.total_blocks + num_blocks}"
                 )
-            self.block_pool.grow(num_blocks)
-            self._set_size(self.total_blocks + num_blocks)
+            try:
+                self.block_pool.grow(num_blocks)
+                self._set_size(len(self.block_pool.blocks) - 1)
+            except BaseException as error:
+                self._recover(error)
+                raise
 
     def shrink(self, num_blocks: int) -> None:
         """Give up the `num_blocks` highest ids; blocks in use there move below. O(blocks of the pool).
@@ -699,9 +714,13 @@ class GPUKVPool(KVPoolProtocol):
                     f"{num_blocks} of {self.total_blocks} blocks cannot be given up; "
                     f"{max(1, self.reserved_blocks)} are left at least"
                 )
-            with self.holdings.hold_in_flight():
-                self.placement.shrink(num_blocks)
-            self._set_size(num_left)
+            try:
+                with self.holdings.hold_in_flight():
+                    self.placement.shrink(num_blocks)
+                self._set_size(num_left)
+            except BaseException as error:
+                self._recover(error)
+                raise
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
@@ -764,6 +783,46 @@ class GPUKVPool(KVPoolProtocol):
 
     # ---- inside, locked --------------------------------------------------------------------------
 
+    def _recover(self, error: BaseException) -> None:
+        """Bring the pool's books in line with its references after a call that raised.
+
+        A refusal has changed nothing. A signal handler raises anywhere: references that are in no book yet,
+        or in none any more, are given back. Where that is interrupted, the next call completes it.
+        """
+        if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
+            return
+        self._is_broken_off = True
+        self.block_pool.rebuild_index()
+        self.holdings.recover()
+        self.placement.retention.forget_from(len(self.block_pool.blocks))
+        self._set_size(len(self.block_pool.blocks) - 1)
+        self._is_broken_off = False
+
+    def _share(self, sequence: Holder, blocks: list[KVCacheBlock]) -> None:
+        """Let a new sequence hold these blocks, with a reference more each. None: no sequence."""
+        if self._is_broken_off:
+            self._recover(InterruptedError())
+        if not blocks:
+            return
+        try:
+            self.block_pool.touch_onto(blocks, self.holdings.arriving)
+            self._retention.note_taken(blocks)
+            self._hold(sequence, blocks)
+            self.holdings.settle()
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def _give_back(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
+        """Take blocks from sequences that hold them, all or none."""
+        if self._is_broken_off:
+            self._recover(InterruptedError())
+        try:
+            self._drop(drops)
+        except BaseException as error:
+            self._recover(error)
+            raise
+
     def _set_size(self, total_blocks: int) -> None:
         self.total_blocks = total_blocks
         if self._may_pin_all:
@@ -804,10 +863,10 @@ class GPUKVPool(KVPoolProtocol):
             for request, blocks in reversed(list(zip(requests, done, strict=False))):
                 if request.pinned:
                     self._pins.unpin(blocks)
-                self._drop([(self._holders[request.sequence_id], block) for block in blocks])
+                self._give_back([(self._holders[request.sequence_id], block) for block in blocks])
             raise
         finally:
-            self._victims.together = frozenset()
+            self._victims.together = _NONE
         # Now, since a later request may have moved the blocks of one before.
         return [[block.block_id for block in blocks] for blocks in done]
 
@@ -838,43 +897,53 @@ class GPUKVPool(KVPoolProtocol):
             )
         if request.pinned:
             self._pins.check_room(num_blocks)
-        sequence = self._holders.get(sequence_id)
-        after = None if sequence is None else next(reversed(sequence.blocks))
-        taken = self._take(request, after, tried)
-        if sequence is None:
-            sequence = Holder(sequence_id, request.priority, self._clock())
-        else:
-            sequence.priority = max(sequence.priority, request.priority)
-        self._hold(sequence, taken)
-        if request.pinned:
-            self._pins.pin(taken)
+        if self._is_broken_off:
+            self._recover(InterruptedError())
+        try:
+            sequence = self._holders.get(sequence_id)
+            after = None if sequence is None else next(reversed(sequence.blocks))
+            taken = self.holdings.arriving
+            self._take(request, after, tried)
+            if sequence is None:
+                sequence = Holder(sequence_id, request.priority, self._clock())
+            else:
+                sequence.priority = max(sequence.priority, request.priority)
+            self._hold(sequence, taken)
+            if request.pinned:
+                self._pins.pin(taken)
+            self.holdings.settle()
+        except BaseException as error:
+            self._recover(error)
+            raise
         return taken
 
     def _take(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, tried: Sequence[str]
-    ) -> list[KVCacheBlock]:
-        """Take the blocks of a request, after making room for them."""
+    ) -> None:
+        """Take the blocks of a request, after making room for them; they are `arriving` then."""
         num_blocks = request.num_blocks
         contiguous = request.contiguous
         placement = self.placement
         attempts = list(tried)
         if contiguous == "require" and num_blocks > 1:
-            return self._take_required(request, after, attempts)
+            self._take_required(request, after, attempts)
+            return
         if num_blocks > self.count_available(request.priority):
             self._make_room(request, attempts)
-        if num_blocks == 1 or contiguous == "no":
-            return placement.take_any(num_blocks, after)
-        if contiguous != "prefer":
-            raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
-        taken = placement.take_run(num_blocks, after, contiguous)
-        if taken is None and placement.may_move:
+        arriving = self.holdings.arriving
+        if num_blocks > 1 and contiguous != "no":
+            if contiguous != "prefer":
+                raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
+            if placement.take_run(num_blocks, after, contiguous, arriving):
+                return
             max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
-            taken = self._make_run(num_blocks, max_moves, "prefer")
-        return placement.take_any(num_blocks, after) if taken is None else taken
+            if placement.may_move and self._make_run(num_blocks, max_moves, "prefer"):
+                return
+        placement.take_any(num_blocks, after, arriving)
 
     def _take_required(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, attempts: list[str]
-    ) -> list[KVCacheBlock]:
+    ) -> None:
         """Take a run: one that is there, one that is made, one that is left when sequences have gone."""
         num_blocks = request.num_blocks
         placement = self.placement
@@ -884,36 +953,28 @@ class GPUKVPool(KVPoolProtocol):
             self._make_room(request, attempts)
             is_enough = True
         if is_enough:
-            taken = self._take_run(request, after)
-            if taken is not None:
-                return taken
+            if self._take_run(request, after):
+                return
             attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
         self._evict_for_run(request, attempts)
-        taken = placement.take_run(num_blocks, after, "require")
-        if taken is None:  # one search does not look at all of a large pool
-            self._refuse(request, attempts)
-        return taken
+        if not placement.take_run(num_blocks, after, "require", self.holdings.arriving):
+            self._refuse(request, attempts)  # one search does not look at all of a large pool
 
-    def _take_run(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None
-    ) -> list[KVCacheBlock] | None:
+    def _take_run(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> bool:
         """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
         num_blocks = request.num_blocks
         placement = self.placement
         modes: tuple[Contiguity, ...] = ("prefer", "require") if placement.retention else ("require",)
         for mode in modes:
-            taken = placement.take_run(num_blocks, after, mode)
-            if taken is None:
-                taken = self._make_run(num_blocks, request.max_moves, mode)
-            if taken is not None:
-                return taken
-        return None
+            if placement.take_run(num_blocks, after, mode, self.holdings.arriving):
+                return True
+            if self._make_run(num_blocks, request.max_moves, mode):
+                return True
+        return False
 
-    def _make_run(
-        self, num_blocks: int, max_moves: int | None, contiguous: Contiguity
-    ) -> list[KVCacheBlock] | None:
+    def _make_run(self, num_blocks: int, max_moves: int | None, contiguous: Contiguity) -> bool:
         with self.holdings.hold_in_flight():
-            return self.placement.make_run(num_blocks, max_moves, contiguous)
+            return self.placement.make_run(num_blocks, max_moves, contiguous, self.holdings.arriving)
 
     def _may_clear(self, num_blocks: int) -> bool:
         with self.holdings.hold_in_flight():
@@ -960,7 +1021,7 @@ class GPUKVPool(KVPoolProtocol):
         for sequence in victims:
             if self._on_evicted is not None:
                 self._on_evicted(sequence.sequence_id, [block.block_id for block in sequence.blocks])
-            self._drop([(sequence, block) for block in sequence.blocks])
+            self._give_back([(sequence, block) for block in sequence.blocks])
             self._num_evicted_sequences += 1
         return [sequence.sequence_id for sequence in victims]
 

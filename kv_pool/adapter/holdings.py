@@ -1,6 +1,7 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which of them may not be touched now."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.retention import Retention
@@ -12,9 +13,12 @@ from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
     InvalidBlockError,
+    KVPoolError,
     PinnedBlockError,
     UnknownSequenceError,
 )
+
+_IN_FLIGHT = "taken from the block pool directly"
 
 
 class Holder:
@@ -59,9 +63,19 @@ class Holdings:
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.barred: dict[int, str] = {}
         self._barred_holds: dict[int, Hold] = {}
+        # What an interrupted call leaves for `recover`: references that are counted and in no sequence for
+        # good, the sequence that they are for; references to give back, and who held them.
+        self.arriving: list[KVCacheBlock] = []
+        self._joining: Holder | None = None
+        self._leaving: list[KVCacheBlock] = []
+        self._drops: Sequence[tuple[Holder, KVCacheBlock]] = ()
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Enter the sequence as a holder of blocks, whose references are counted already."""
+        """Enter the sequence as a holder of blocks, whose references are counted already.
+
+        For `arriving` blocks; `settle` ends it. Whatever interrupts the caller before, `recover` undoes it.
+        """
+        self._joining = holder
         first_holders = self.first_holders
         added = dict.fromkeys(blocks, holder)
         if self.later_holders or not first_holders.keys().isdisjoint(added):
@@ -75,9 +89,17 @@ class Holdings:
 
     def note_access(self, holder: Holder) -> None:
         """The sequence was used: it is the last in `holders`."""
-        self.holders.pop(holder.sequence_id, None)
-        self.holders[holder.sequence_id] = holder
-        holder.last_access_time = self._clock()
+        now = self._clock()
+        holders = self.holders
+        if holder.sequence_id in holders:  # no call from here on: out and in are one step
+            del holders[holder.sequence_id]
+        holders[holder.sequence_id] = holder
+        holder.last_access_time = now
+
+    def settle(self) -> None:
+        """The blocks that were arriving belong to their sequence now."""
+        self.arriving = []
+        self._joining = None
 
     def drop(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
         """Take blocks from sequences that hold them. Raises PinnedBlockError; nothing has changed then."""
@@ -90,7 +112,14 @@ class Holdings:
         blocks = [block for _, block in drops]
         # Tail first, so that the head of a prefix can be hit longest; blocks without hash have no such order.
         blocks.reverse()
-        self._block_pool.free_blocks(blocks)
+        self._drops = drops
+        self._leaving = blocks
+        try:
+            self._block_pool.free_out_of(blocks)
+        except KVPoolError:
+            self._drops = ()
+            self._leaving = []
+            raise
         first_holders = self.first_holders
         for holder, block in drops:
             del holder.blocks[block]
@@ -102,15 +131,63 @@ class Holdings:
                 del first_holders[block]
             if block.block_hash is not None:
                 self._retention.note_freed([block], holder.priority)
+        self._drops = ()
 
     def _drop_shared(self, holder: Holder, block: KVCacheBlock) -> None:
         later = self.later_holders[block]
         if self.first_holders[block] is holder:
-            self.first_holders[block] = later.pop(0)
+            self.first_holders[block] = later[0]
+            del later[0]
         else:
             later.remove(holder)
         if not later:
             del self.later_holders[block]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a call was interrupted and `recover` has something to do."""
+        return bool(self.arriving or self._drops or self._leaving) or self._joining is not None
+
+    def recover(self) -> None:
+        """Complete a `drop` that was interrupted, and undo the entering of blocks that have not settled.
+
+        May itself be interrupted and called again.
+        """
+        joining = self._joining
+        if joining is not None:
+            for block in self.arriving:
+                self._part(joining, block)
+            if joining.blocks and self.holders.get(joining.sequence_id) is not joining:
+                self.holders[joining.sequence_id] = joining
+        self.pins.recover([block for block in self.arriving if block not in self.first_holders])
+        self._joining = None
+        self._block_pool.free_out_of(self.arriving)
+        self._block_pool.free_out_of(self._leaving)
+        for holder, block in self._drops:
+            self._part(holder, block)
+            self._retention.note_freed([block], holder.priority)
+        self._drops = ()
+        self._retention.recover()
+        for hold in self._block_pool.holds.list_holds():
+            if hold.reason == _IN_FLIGHT:
+                hold.release()
+
+    def _part(self, holder: Holder, block: KVCacheBlock) -> None:
+        """Let a sequence hold a block no longer, however much of that is done already."""
+        holder.blocks.pop(block, None)
+        if not holder.blocks and self.holders.get(holder.sequence_id) is holder:
+            del self.holders[holder.sequence_id]
+        later = self.later_holders.get(block)
+        if self.first_holders.get(block) is holder:
+            if later:
+                self.first_holders[block] = later[0]
+                del later[0]
+            else:
+                del self.first_holders[block]
+        elif later and holder in later:
+            later.remove(holder)
+        if later is not None and not later:
+            self.later_holders.pop(block, None)
 
     def bar(self, sequence_id: int, why: str) -> None:
         """Refuse changes to a sequence until `unbar`, and hold its blocks in place. It may have none yet."""
@@ -212,16 +289,17 @@ class Holdings:
                 for holder in self.list_holders(block):
                     self.check_usable(holder.sequence_id)
 
-    def hold_in_flight(self) -> Hold:
-        """Hold the blocks that were taken from the block pool directly, for a compaction; release it after.
+    def hold_in_flight(self) -> AbstractContextManager[object]:
+        """Hold the blocks that were taken from the block pool directly, during a compaction.
 
         They may be read or written at the ids that they have. O(blocks of the pool) where there are any.
         """
         pool = self._block_pool
-        in_flight: list[KVCacheBlock] = []
-        if pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks > len(self.first_holders):
-            in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
-        return pool.hold(in_flight, "taken from the block pool directly")
+        num_in_use = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks
+        if num_in_use == len(self.first_holders):
+            return nullcontext()
+        in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
+        return pool.hold(in_flight, _IN_FLIGHT)
 
 
 def as_sequence_id(name: str, sequence_id: int) -> int:

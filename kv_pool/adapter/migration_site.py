@@ -187,15 +187,17 @@ class GPUKVPoolSite(MigrationSite):
         if self._owner is not None and isinstance(subject, SequenceSubject):
             self._owner.expect(_get_id(subject), len(offered), decoded.owner)
         placement = self.pool.placement
-        self.pool.block_pool.touch(touched)
-        placement.retention.note_taken(touched)
+        held: list[KVCacheBlock] = []
         taken: list[KVCacheBlock] = []
         try:
-            if missing:
-                run = placement.take_run(len(missing), None, "prefer")
-                taken = placement.take_any(len(missing), None) if run is None else run
+            self.pool.block_pool.touch_onto(touched, held)
+            placement.retention.note_taken(touched)
+            if missing and not placement.take_run(len(missing), None, "prefer", taken):
+                placement.take_any(len(missing), None, taken)
         except BaseException:
-            self.pool.block_pool.free_blocks(touched[::-1])
+            self.pool.block_pool.free_out_of(taken)
+            held.reverse()
+            self.pool.block_pool.free_out_of(held)
             raise
         for sequence_id in barred_ids:
             self._holdings.bar(sequence_id, "is coming from another node")
@@ -218,6 +220,7 @@ class GPUKVPoolSite(MigrationSite):
             holder = self._find_or_make(sequence_id, decoded)
             if room.blocks:
                 self._holdings.hold(holder, list(room.blocks))
+                self._holdings.settle()
             if self._owner is not None:
                 self._owner.take_over(sequence_id, decoded.owner)
             return
@@ -228,6 +231,7 @@ class GPUKVPoolSite(MigrationSite):
                 nobodys.append(block)
             else:
                 self._holdings.hold(self._find_or_make(sequence_id, decoded), [block])
+                self._holdings.settle()
         self.pool.block_pool.free_blocks(nobodys[::-1])
 
     def leave(self, room: Room) -> None:

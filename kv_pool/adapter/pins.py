@@ -18,6 +18,8 @@ class Pins:
         self.max_pinned_blocks = max_pinned_blocks
         self._counts: dict[KVCacheBlock, int] = {}
         self._hold = block_pool.hold((), "pinned")
+        # The counts from before a call that has not ended, of the blocks that it is about.
+        self._counts_before: dict[KVCacheBlock, int] = {}
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -36,9 +38,11 @@ class Pins:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin each block once more. Raises PinLimitError; nothing has changed then."""
         self.check_room(sum(block not in self._counts for block in set(blocks)))
+        self._counts_before = {block: self._counts.get(block, 0) for block in blocks}
         self._hold.add(blocks)
         for block in blocks:
             self._counts[block] = self._counts.get(block, 0) + 1
+        self._counts_before = {}
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take one pin off each block.
@@ -51,12 +55,27 @@ class Pins:
             left[block] = left.get(block, self._counts.get(block, 0)) - 1
             if left[block] < 0:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
+        self._counts_before = {block: self._counts[block] for block in left}
+        self._hold.remove([block for block, count in left.items() if not count])
         for block, count in left.items():
             if count:
                 self._counts[block] = count
             else:
                 del self._counts[block]
-        self._hold.remove([block for block, count in left.items() if not count])
+        self._counts_before = {}
+
+    def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
+        """Undo a call that was interrupted, and drop the pins of blocks that no sequence holds."""
+        for block, count in self._counts_before.items():
+            if count:
+                self._counts[block] = count
+            else:
+                self._counts.pop(block, None)
+        self._counts_before = {}
+        for block in unheld:
+            self._counts.pop(block, None)
+        self._hold.remove([block for block in self._hold.blocks if block not in self._counts])
+        self._hold.add(self._counts)
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)

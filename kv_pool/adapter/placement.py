@@ -40,34 +40,44 @@ class Placement:
     def may_move(self) -> bool:
         return self._on_moved is not None
 
-    def take_any(self, num_blocks: int, after: KVCacheBlock | None) -> list[KVCacheBlock]:
+    def take_any(self, num_blocks: int, after: KVCacheBlock | None, onto: list[KVCacheBlock]) -> None:
         """Take blocks wherever they are, by preference the ids next after `after`'s.
 
+        Args:
+            onto: gets the blocks in the step in which they are taken.
         Raises:
             OutOfBlocksError: fewer are free. Nothing has changed.
         """
         pool = self._pool
         if not self.retention:
             if after is None:
-                return pool.get_new_blocks(num_blocks)
-            return pool.get_new_blocks_after(after, num_blocks)
+                pool.take_onto(onto, num_blocks)
+            else:
+                pool.take_onto_after(onto, after, num_blocks)
+            return
         self.retention.clear_front(num_blocks)
         early_share = pool.early_share
         pool.early_share = 0.0  # exactly what is next
         try:
-            taken = pool.get_new_blocks(num_blocks)
+            pool.take_onto(onto, num_blocks)
         finally:
             pool.early_share = early_share
-        self.retention.note_taken(taken)
-        return taken
+        self.retention.note_taken(onto[-num_blocks:])
 
     def take_run(
-        self, num_blocks: int, after: KVCacheBlock | None, contiguous: Contiguity
-    ) -> list[KVCacheBlock] | None:
-        """Take consecutive ids, by preference next after `after`'s; None, with nothing changed, for none.
+        self,
+        num_blocks: int,
+        after: KVCacheBlock | None,
+        contiguous: Contiguity,
+        onto: list[KVCacheBlock],
+    ) -> bool:
+        """Take consecutive ids, by preference next after `after`'s; False, with nothing changed, for none.
 
         Where a run is only preferred, one that holds cached blocks of high priority counts as none; where it
         is required, one without them comes first.
+
+        Args:
+            onto: gets the blocks in the step in which they are taken.
         """
         pool = self._pool
         ages = pool.run_index.ages
@@ -79,15 +89,14 @@ class Placement:
             # Where nothing is evicted for it the lowest will do: found at once, and large runs are kept.
             first = ages.find(empty, self._start, self._start + _MAX_SCAN)
         if first >= 0:
-            taken = list(pool.blocks[first : first + num_blocks])
-            pool.take_blocks(taken)
-            return taken
+            pool.take_listed_onto(onto, list(pool.blocks[first : first + num_blocks]))
+            return True
         self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
         if not self.retention:
-            return pool.get_new_run(num_blocks) if self._holds_content() else None
+            return self._holds_content() and pool.take_run_onto(onto, num_blocks)
         found = pool.run_index.find_run(num_blocks)
         if found is None:
-            return None
+            return False
         run = list(pool.blocks[found : found + num_blocks])
         if self.retention.holds_any(run):
             with self.retention.shown_as_in_use():
@@ -95,10 +104,10 @@ class Placement:
             if spared is not None:
                 run = list(pool.blocks[spared : spared + num_blocks])
             elif contiguous == "prefer":
-                return None
-        pool.take_blocks(run)
+                return False
+        pool.take_listed_onto(onto, run)
         self.retention.note_taken(run)
-        return run
+        return True
 
     def _holds_content(self) -> bool:
         """May a free block be cached, or watched, so that a run of empty ones is not all there is?"""
@@ -110,9 +119,9 @@ class Placement:
         )
 
     def make_run(
-        self, num_blocks: int, max_moves: int | None, contiguous: Contiguity
-    ) -> list[KVCacheBlock] | None:
-        """Move blocks out of the way of a run and take it; None, with nothing changed, if it takes more.
+        self, num_blocks: int, max_moves: int | None, contiguous: Contiguity, onto: list[KVCacheBlock]
+    ) -> bool:
+        """Move blocks out of the way of a run and take it; False, with nothing changed, if it takes more.
 
         Where a run is only preferred, no cached block of high priority is lost: it moves like one in use.
 
@@ -121,7 +130,7 @@ class Placement:
         """
         pool = self._pool
         if self._on_moved is None:
-            return None
+            return False
         pinned = pool.get_watched_ids()
         if contiguous == "prefer" and self.retention:
             with self.retention.shown_as_in_use():
@@ -129,15 +138,13 @@ class Placement:
         else:
             clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
         if clearance is None or (max_moves is not None and len(clearance.moves) > max_moves):
-            return None
-        relocation = compaction.apply_moves(pool, clearance.moves, self._copy, pinned=pinned)
-        if relocation.moves:
-            self._on_moved(relocation)
+            return False
+        compaction.apply_moves(pool, clearance.moves, self._copy, pinned=pinned, on_moved=self._on_moved)
         first = clearance.first_block_id
         run = list(pool.blocks[first : first + num_blocks])
-        pool.take_blocks(run)
+        pool.take_listed_onto(onto, run)
         self.retention.note_taken(run)
-        return run
+        return True
 
     def may_clear(self, num_blocks: int) -> bool:
         """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""

@@ -20,6 +20,7 @@ class Retention:
         self._pool = pool
         self._priorities: dict[KVCacheBlock, int] = {}
         self._counts = [0] * (URGENT + 1)
+        self._moving: list[KVCacheBlock] = []  # with a reference of ours
 
     def __bool__(self) -> bool:
         return bool(self._priorities)
@@ -102,5 +103,13 @@ class Retention:
             )
         if worth_more:
             # By the pool's own calls, so that whatever is derived from the queue follows.
-            self._pool.touch(worth_more)
-            self._pool.free_blocks(worth_more)
+            self._pool.touch_onto(worth_more, self._moving)
+            self._pool.free_out_of(self._moving)
+
+    def recover(self) -> None:
+        """Complete an interrupted call: blocks on their way to the back of the queue, and counts."""
+        self._pool.free_out_of(self._moving)
+        self.note_taken([block for block in self._priorities if block.ref_cnt or block.block_hash is None])
+        self._counts = [
+            sum(one == priority for one in self._priorities.values()) for priority in range(URGENT + 1)
+        ]

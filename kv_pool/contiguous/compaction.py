@@ -52,7 +52,12 @@ class Relocation:
 
 
 def apply_moves(
-    pool: RunBlockPool, moves: Sequence[BlockMove], copy: CopyBlocks, *, pinned: Collection[int] = ()
+    pool: RunBlockPool,
+    moves: Sequence[BlockMove],
+    copy: CopyBlocks,
+    *,
+    pinned: Collection[int] = (),
+    on_moved: Callable[[Relocation], object] | None = None,
 ) -> Relocation:
     """Copy the bytes of each source over its target's, then let the two blocks exchange their ids.
 
@@ -63,6 +68,8 @@ def apply_moves(
     Args:
         copy: called once with all moves, not at all for none.
         pinned: ids that must be neither read nor written, besides those of held blocks.
+        on_moved: called with what moved, if anything: also where a signal handler raises just after the ids
+            have changed.
     Returns:
         What moved. Remap every table of ids before any block is taken from the pool. An old id may be taken
         at once; whoever writes there queues that behind the copy.
@@ -79,9 +86,14 @@ def apply_moves(
     if overwritten:
         pool.evict_blocks(overwritten)
     pool.store_pending()
+    relocation = Relocation(pool.epoch + 1, list(moves), pool.num_gpu_blocks)
     copy(moves)
-    pool.swap_block_ids(moves)
-    return Relocation(pool.epoch, list(moves), pool.num_gpu_blocks)
+    try:
+        pool.swap_block_ids(moves)
+    finally:
+        if on_moved is not None and pool.epoch == relocation.epoch:
+            on_moved(relocation)
+    return relocation
 
 
 def pack(
@@ -115,9 +127,7 @@ def pack(
         max_evictions = 0
         if max_moves is not None:
             max_moves -= len(moves)
-        relocations.append(apply_moves(pool, moves, copy, pinned=pinned))
-        if on_moved is not None:
-            on_moved(relocations[-1])
+        relocations.append(apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved))
     return relocations
 
 
@@ -150,10 +160,7 @@ def gather(
         max_moves=max_moves,
         max_evictions=max_evictions,
     )
-    relocation = apply_moves(pool, moves, copy, pinned=pinned)
-    if moves and on_moved is not None:
-        on_moved(relocation)
-    return relocation
+    return apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved)
 
 
 def take_run(
@@ -180,9 +187,7 @@ def take_run(
     clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
     if clearance is None:
         return None
-    relocation = apply_moves(pool, clearance.moves, copy, pinned=pinned)
-    if relocation.moves:
-        on_moved(relocation)
+    apply_moves(pool, clearance.moves, copy, pinned=pinned, on_moved=on_moved)
     first = clearance.first_block_id
     run = list(pool.blocks[first : first + num_blocks])
     pool.take_blocks(run)
@@ -203,8 +208,6 @@ def shrink(
         As `plan_drain` and `apply_moves`; the pool has its size then.
     """
     moves = plan.plan_drain(pool, num_blocks, pinned=pinned)
-    relocation = apply_moves(pool, moves, copy, pinned=pinned)
-    if moves and on_moved is not None:
-        on_moved(relocation)
+    relocation = apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved)
     pool.shrink(num_blocks)
     return relocation

@@ -16,20 +16,25 @@ class BlockCopies:
         self._pool: BlockPoolCore = pool
         self._source_of: dict[KVCacheBlock, KVCacheBlock] = {}
         self._num_targets: dict[KVCacheBlock, int] = {}
+        self._leaving: list[KVCacheBlock] = []  # with a reference to be given back
 
     def __len__(self) -> int:
         return len(self._source_of)
 
+    def find_source(self, block: KVCacheBlock) -> KVCacheBlock:
+        """Where the content of this block is: in another one, while it is not written yet itself."""
+        return self._source_of.get(block, block)
+
     def add(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
-        """`target` is to hold what `source` holds. The caller's reference to `source` goes over to this."""
-        first = self._source_of.get(source)
-        if first is not None:
-            # It is not written yet itself: what it will hold is elsewhere.
-            self._pool.touch([first])
-            self._pool.free_blocks([source])
-            source = first
+        """`target` is to hold what `source` holds. The caller's reference to `source` goes over to this.
+
+        Args:
+            source: as `find_source` says.
+        All or nothing, whatever interrupts it.
+        """
+        num_targets = self._num_targets.get(source, 0) + 1
+        self._num_targets[source] = num_targets
         self._source_of[target] = source
-        self._num_targets[source] = self._num_targets.get(source, 0) + 1
 
     def count_targets(self, source: KVCacheBlock) -> int:
         """How many copies are to be made of this block: so many of its references are not a request's.
@@ -50,10 +55,12 @@ class BlockCopies:
         """Copies into those of these blocks that nobody else holds need not be made any more."""
         for block in blocks:
             if block.ref_cnt == 1:
-                source = self._source_of.pop(block, None)
+                source = self._source_of.get(block)
                 if source is not None:
                     self._num_targets[source] -= 1
-                    self._pool.free_blocks([source])
+                    self._leaving += [source]
+                    del self._source_of[block]
+                    self._pool.free_out_of(self._leaving)
 
     def take(self) -> list[BlockMove]:
         """Hand over the copies; each source may be reused by whoever allocates next."""
@@ -61,7 +68,16 @@ class BlockCopies:
             return []
         moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
         sources = list(self._source_of.values())
-        self._source_of = {}
-        self._num_targets = {}
-        self._pool.free_blocks(sources)
+        nothing: dict[KVCacheBlock, KVCacheBlock] = {}
+        no_counts: dict[KVCacheBlock, int] = {}
+        try:
+            self._pool.free_out_of(sources)
+        finally:
+            if not sources:  # given back: an interrupt comes too late
+                self._source_of = nothing
+                self._num_targets = no_counts
         return moves
+
+    def recover(self) -> None:
+        """Give back the sources that an interrupted call was about to give back."""
+        self._pool.free_out_of(self._leaving)

@@ -20,9 +20,19 @@ class BlockTable:
         num_null_blocks: how many from the head have left the window and are the null block.
         num_edits: how often entries that were there already have changed.
         is_forked: the last blocks may be shared with another request that will write them.
+        num_settled, num_settled_cached: how many blocks there were, and how many were cached, before the call
+            that is under way. What comes behind is given back if the call is interrupted.
     """
 
-    __slots__ = ("blocks", "is_forked", "num_cached_blocks", "num_edits", "num_null_blocks")
+    __slots__ = (
+        "blocks",
+        "is_forked",
+        "num_cached_blocks",
+        "num_edits",
+        "num_null_blocks",
+        "num_settled",
+        "num_settled_cached",
+    )
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
@@ -30,6 +40,8 @@ class BlockTable:
         self.num_null_blocks: int = 0
         self.num_edits: int = 0
         self.is_forked: bool = False
+        self.num_settled: int = 0
+        self.num_settled_cached: int = 0
 
     def __repr__(self) -> str:
         ids = " ".join([str(block.block_id) for block in self.blocks[:8]])

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, SupportsIndex
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool_core import RunPoolCore
-from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
@@ -127,6 +127,12 @@ class KVCacheManager:
             if retention.block_pool is not block_pool:
                 raise InvalidArgumentError("the retention was made for another pool than the manager's")
             retention.attach([spec.block_size if spec.is_cacheable else 0 for spec in self.groups])
+        # What an interrupted call leaves for `_recover`: a request's tables, whether they go altogether, and
+        # blocks with a reference that no table has.
+        self._unsettled: list[BlockTable] | None = None
+        self._is_leaving: bool = False
+        self._taken: list[KVCacheBlock] = []
+        self._leaving: list[KVCacheBlock] = []
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(self._groups))
 
     def __repr__(self) -> str:
@@ -225,7 +231,13 @@ class KVCacheManager:
         """Blocks that a request of so many tokens in all holds at most at a time; see `fits_alone`."""
         if not isinstance(num_encoder_tokens, int):
             num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-        return self._needs.count_most_blocks(as_int("num_tokens", num_tokens), num_encoder_tokens)
+        num_all = as_int("num_tokens", num_tokens)
+        if num_all < 0 or num_encoder_tokens < 0:
+            raise InvalidArgumentError(
+                f"num_tokens is {num_all}, num_encoder_tokens {num_encoder_tokens}; they count tokens, 0 "
+                "or more"
+            )
+        return self._needs.count_most_blocks(num_all, num_encoder_tokens)
 
     def can_allocate(
         self,
@@ -332,6 +344,8 @@ class KVCacheManager:
         shares are replaced: see `take_block_copies`.
         Cost: O(groups + blocks touched, added and given up).
         """
+        if self._unsettled is not None:
+            self._recover()
         request_id = get_request_id("request", request)
         tables = self._tables.get(request_id)
         num_new = as_int("num_new_tokens", num_new_tokens)
@@ -348,6 +362,8 @@ class KVCacheManager:
         if self.block_pool.enable_caching and not delay_cache_blocks:
             num_to_cache = min(num_scheduled, request.num_tokens)
             self._caching.check(request, tables, num_prefix, num_to_cache)
+            if tables is None:
+                self._caching.check_new_hashes(request)
 
         num_available = self.get_num_free_blocks()
         num_left = self._count_to_leave(tables)
@@ -358,7 +374,11 @@ class KVCacheManager:
             if need > num_available - num_left:
                 return None
         if self._forgets and tables is not None:
-            self._forget_blocks(request_id, tables, num_before)
+            try:
+                self._forget_blocks(request_id, tables, num_before)
+            except BaseException:
+                self._recover()
+                raise
             num_available = self.get_num_free_blocks()
         need = self._needs.count(
             tables, prefix_blocks, num_computed, num_before, num_scheduled, num_tokens, num_encoder_tokens
@@ -366,24 +386,76 @@ class KVCacheManager:
         if need > num_available - num_left - reserved_blocks or self._caching.is_unwritten(prefix_blocks):
             return None
 
+        is_new = tables is None
         if tables is None:
             tables = [BlockTable() for _ in self._groups]
-            self._tables[request_id] = tables
-            # Hits first, in all groups: until they are touched, they may be among the blocks that are taken.
-            self._add_prefix(tables, prefix_blocks, num_before)
-            if self.retention is not None and self.retention.is_active:
-                self.retention.note_admitted(request)
-            if num_external_computed_tokens:
-                self._extend(tables, num_before, num_before, 0)
-        elif self._has_forks:
-            self._replace_shared(tables, num_computed, num_scheduled, num_tokens)
-        if need or num_external_computed_tokens:
-            added = self._extend(tables, num_scheduled, num_tokens, num_encoder_tokens)
         else:
-            added = self._no_blocks
-        if num_to_cache:
-            self._caching.cache(request, tables, num_to_cache, num_scheduled, is_written=False)
+            for table in tables:
+                table.num_settled = len(table.blocks)
+                table.num_settled_cached = table.num_cached_blocks
+        try:
+            if is_new:
+                # Hits first, in all groups: until they are touched, they may be among those that are taken.
+                self._add_prefix(tables, prefix_blocks, num_before)
+                if self.retention is not None and self.retention.is_active:
+                    self.retention.note_admitted(request)
+                if num_external_computed_tokens:
+                    self._extend(tables, num_before, num_before, 0)
+            elif self._has_forks:
+                self._replace_shared(tables, num_computed, num_scheduled, num_tokens)
+            if need or num_external_computed_tokens:
+                added = self._extend(tables, num_scheduled, num_tokens, num_encoder_tokens)
+            else:
+                added = self._no_blocks
+            if num_to_cache:
+                self._caching.cache(request, tables, num_to_cache, num_scheduled, is_written=False)
+            if is_new:
+                self._tables[request_id] = tables
+        except BaseException:
+            self._is_leaving = False
+            self._unsettled = tables
+            self._recover()
+            raise
         return added
+
+    def _recover(self) -> None:
+        """Undo an `allocate_slots` that was interrupted, or complete a `free`; may itself be interrupted.
+
+        Blocks behind what was settled are given back. What the call made findable is evicted: nobody computes
+        it now.
+        """
+        self.copies.recover()
+        self.block_pool.free_out_of(self._taken)
+        self.block_pool.free_out_of(self._leaving)
+        for table in self._unsettled or ():
+            blocks = table.blocks
+            if self._is_leaving:
+                table.num_settled = 0
+                self.copies.drop(blocks[table.num_null_blocks :])
+            else:
+                # What was cached before, of a new request the prefix, stays.
+                unwritten = [
+                    block.block_id
+                    for block in blocks[table.num_settled_cached :]
+                    if block.block_hash is not None
+                ]
+                self.block_pool.evict_blocks(unwritten)
+                if self.retention is not None and self.retention.is_active:
+                    self.retention.forget_blocks([self.block_pool.blocks[one] for one in unwritten])
+                table.num_cached_blocks = min(table.num_cached_blocks, table.num_settled_cached)
+            self._leaving = blocks[table.num_settled :][::-1]
+            del blocks[table.num_settled :]
+            self._free_leaving()
+        self._unsettled = None
+
+    def _free_leaving(self) -> None:
+        """Give back `_leaving`, and empty it."""
+        if self.retention is None or not self.retention.is_active:
+            self.block_pool.free_out_of(self._leaving)
+            return
+        listed = self._leaving
+        self.retention.free_blocks(listed)
+        self._leaving = []
 
     def take_block_copies(self) -> list[BlockMove]:
         """Copies to make before the next step writes anything; once per step, after its `allocate_slots`.
@@ -432,21 +504,24 @@ class KVCacheManager:
                     f"request {parent.request_id!r} has blocks cached for {num_cached} tokens and says "
                     f"{num_computed} are computed; count them up before it is forked"
                 )
-        copies: list[BlockTable] = []
-        for table, group in zip(tables, self._groups, strict=True):
-            num_shared = len(table.blocks)
-            if group.is_cacheable:
-                num_shared = min(num_shared, group.count_table_blocks(num_computed))
-            copy = BlockTable()
-            copy.blocks = table.blocks[:num_shared]
-            copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
-            copy.num_null_blocks = min(table.num_null_blocks, num_shared)
-            copy.is_forked = True
-            table.is_forked = True
-            self.block_pool.touch(copy.blocks)
-            copies.append(copy)
-        self._tables[child_id] = copies
-        self._has_forks = True
+        copies: list[BlockTable] = [BlockTable() for _ in tables]
+        try:
+            for table, copy, group in zip(tables, copies, self._groups, strict=True):
+                num_shared = len(table.blocks)
+                if group.is_cacheable:
+                    num_shared = min(num_shared, group.count_table_blocks(num_computed))
+                table.is_forked = True
+                copy.is_forked = True
+                copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
+                copy.num_null_blocks = min(table.num_null_blocks, num_shared)
+                self.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)
+            self._has_forks = True
+            self._tables[child_id] = copies
+        except BaseException:
+            self._is_leaving = True
+            self._unsettled = copies
+            self._recover()
+            raise
 
     # ---- caching ---------------------------------------------------------------------------------
 
@@ -531,23 +606,36 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks (freed twice?). Nothing has changed.
         """
+        if self._unsettled is not None:
+            self._recover()
         request_id = get_request_id("request", request)
         tables = self._tables_of(request_id)
-        del self._tables[request_id]
         retention = self.retention
         if retention is not None and not retention.is_active:
             retention = None
-        for group_id, table in enumerate(tables):
-            blocks = table.blocks[table.num_null_blocks :]
-            if len(self.copies):
-                self.copies.drop(blocks)
+        try:
+            self._is_leaving = True
+            self._unsettled = tables
+            del self._tables[request_id]
+            for group_id, table in enumerate(tables):
+                blocks = table.blocks[table.num_null_blocks :]
+                if len(self.copies):
+                    self.copies.drop(blocks)
+                if retention is not None:
+                    retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
+                    table.blocks = []
+                else:
+                    blocks.reverse()
+                    self._leaving = blocks
+                    table.blocks = []
+                    self.block_pool.free_out_of(blocks)
             if retention is not None:
-                retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
-            else:
-                blocks.reverse()
-                self.block_pool.free_blocks(blocks)
-        if retention is not None:
-            retention.forget_request(request_id)
+                retention.forget_request(request_id)
+            self._unsettled = None
+        except BaseException:
+            if self._unsettled is not None:
+                self._recover()
+            raise
 
     def pop_tables(self, request_id: str) -> list[BlockTable]:
         """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
@@ -615,15 +703,15 @@ class KVCacheManager:
             if not hits and not num_skipped:
                 continue
             table = tables[group.group_id]
-            used = hits[num_skipped:] if num_skipped else hits
-            self.block_pool.touch(used)
-            if self.retention is not None and self.retention.is_active:
-                self.retention.note_taken(used)
+            used = as_list("hits", hits[num_skipped:] if num_skipped else hits)
             if num_skipped:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
-            table.blocks.extend(used)
-            table.num_null_blocks = num_skipped
+                table.num_null_blocks = num_skipped
+            self.block_pool.touch_onto(used, table.blocks)
+            if self.retention is not None and self.retention.is_active:
+                self.retention.note_taken(used)
             table.num_cached_blocks = len(table.blocks)
+            table.num_settled_cached = table.num_cached_blocks
 
     def _extend(
         self, tables: list[BlockTable], num_scheduled: int, num_tokens: int, num_encoder_tokens: int
@@ -637,16 +725,20 @@ class KVCacheManager:
             if not num_new:
                 added.append(self._no_blocks[0])
                 continue
-            if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-                if self.retention is not None and self.retention.is_active:
-                    self.retention.make_room(num_new)
-                blocks = self._run_pool.get_new_blocks_after(table.blocks[-1], num_new)
-            else:
-                blocks = self.take_blocks(num_new)
+            if self.retention is not None and self.retention.is_active:
+                self.retention.make_room(num_new)
             num_before = len(table.blocks)
-            group.extend_table(table, num_blocks, blocks)
-            num_entries = len(table.blocks) - num_before  # with null blocks, where a state skips some
-            added.append(blocks if num_entries == num_new else table.blocks[num_before:])
+            blocks = self._taken if group.adds_null_blocks else table.blocks
+            if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
+                self._run_pool.take_onto_after(blocks, table.blocks[-1], num_new)
+            else:
+                self.block_pool.take_onto(blocks, num_new)
+            if group.adds_null_blocks:
+                # From one list to the other without a call in between.
+                new_entries = group.pad(table, num_blocks, blocks)
+                table.blocks += new_entries
+                self._taken = []
+            added.append(table.blocks[num_before:])
         return tuple(added)
 
     def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
@@ -662,18 +754,22 @@ class KVCacheManager:
                 continue
             first = table.num_null_blocks
             given_up = blocks[first:end]
-            table.num_null_blocks = end
             if all(block.is_null for block in given_up):
+                table.num_null_blocks = end
                 continue  # between two states
-            blocks[first:end] = [null_block] * (end - first)
-            table.num_edits += 1
             if len(self.copies):
                 self.copies.drop(given_up)
+            backwards = given_up[::-1]
+            nulls = [null_block] * (end - first)
+            self._leaving = backwards
+            blocks[first:end] = nulls
+            table.num_null_blocks = end
+            table.num_edits += 1
             if self.retention is not None and self.retention.is_active:
                 self.retention.free_table(request_id, group.group_id, first, given_up)
+                self._leaving = []
             else:
-                given_up.reverse()
-                self.block_pool.free_blocks(given_up)
+                self.block_pool.free_out_of(backwards)
 
     def _replace_shared(
         self, tables: list[BlockTable], num_computed: int, num_scheduled: int, num_tokens: int
@@ -686,13 +782,23 @@ class KVCacheManager:
             num_blocks = self._needs.count_blocks(group, num_scheduled, num_tokens, 0)
             for position in self._needs.list_shared(table, group, num_computed, num_blocks):
                 shared = table.blocks[position]
-                (own,) = self.take_blocks(1)
+                is_copied = position * group.block_size < num_computed
+                source = self.copies.find_source(shared) if is_copied else shared
+                if self.retention is not None and self.retention.is_active:
+                    self.retention.make_room(1)
+                self.block_pool.take_onto(self._taken, 1)
+                if source is not shared:
+                    # It is not written yet itself: what it will hold is elsewhere.
+                    self.block_pool.touch_onto([source], self._taken)
+                own = self._taken[0]
+                if is_copied:
+                    self.copies.add(source, own)
+                nothing: list[KVCacheBlock] = []
+                self._leaving = [] if is_copied and source is shared else [shared]
                 table.blocks[position] = own
                 table.num_edits += 1
-                if position * group.block_size < num_computed:
-                    self.copies.add(shared, own)
-                else:
-                    self.block_pool.free_blocks([shared])
+                self._taken = nothing
+                self.block_pool.free_out_of(self._leaving)
             table.is_forked = False
 
     # ---- checking --------------------------------------------------------------------------------

@@ -106,14 +106,28 @@ class PrefixCaching:
                 check_announceable(request)
 
     def check_hash_size(self, request: SchedulableRequest) -> None:
-        """Raise InvalidArgumentError if the request was hashed at another block size."""
+        """Raise InvalidArgumentError if the request was hashed at a smaller block size."""
         num_hashed_tokens = len(request.block_hashes) * self._pool.hash_block_size
         if num_hashed_tokens > request.num_tokens:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
-                f"{num_hashed_tokens}. Was its hasher made with another block size than the pool's "
-                f"{self._pool.hash_block_size}?"
-            )
+            self._refuse_hash_size(request, num_hashed_tokens)
+
+    def check_new_hashes(self, request: SchedulableRequest) -> None:
+        """Raise InvalidArgumentError if the request was hashed at another block size.
+
+        For one that is to be admitted, and has a hash for each full block of its known tokens.
+        """
+        hash_block_size = self._pool.hash_block_size
+        num_hashed_tokens = len(request.block_hashes) * hash_block_size
+        num_known = request.num_tokens - self._pool.num_hash_lookahead_tokens
+        if num_hashed_tokens > request.num_tokens or num_hashed_tokens + hash_block_size <= num_known:
+            self._refuse_hash_size(request, num_hashed_tokens)
+
+    def _refuse_hash_size(self, request: SchedulableRequest, num_hashed_tokens: int) -> None:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has {request.num_tokens} tokens but hashes for "
+            f"{num_hashed_tokens}. Was its hasher made with another block size than the pool's "
+            f"{self._pool.hash_block_size}?"
+        )
 
     def _count_cacheable_blocks(self, group: BlockGroup, num_tokens: int, num_known: int) -> int:
         """Full blocks among these tokens that are worth caching, and whose hash can be known."""

@@ -1,11 +1,10 @@
-"""Calls that a signal handler breaks off, wherever it raises: all of a call has happened then, or nothing of it."""
+"""Calls that a signal handler breaks off: all of a call has happened then, or nothing of it."""
 
 import random
-import re
 
 import pytest
-from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
-from interrupting import Interrupt, alarm_that_raises, interrupt_everywhere, run_until_interrupted
+from drawing import GROUP, blocks, hash_of, make_pool, make_request, state
+from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
 
 from kv_pool import AllBlocksCleared, BlockPool, BlockRemoved, KVCacheMetricsCollector
 from kv_pool.contiguous import invariants as run_invariants
@@ -146,7 +145,7 @@ def external_of(key):
 def draw(pool, watched):
     """The picture without stars: of blocks that were to be taken, some may have been evicted.
 
-    Watched blocks go to the front of the queue when their watchers are called; so its order does not count then.
+    Watched blocks go to the front of the queue when their watchers are called; its order does not count then.
     """
     free, *held = state(pool).replace("*", "").split(" | ")
     return (sorted(free.split()) if watched else free, *held)
@@ -172,3 +171,32 @@ def test_an_interrupt_at_any_moment_leaves_the_pool_sound(name, kind, watched):
 
     tried, broken = interrupt_everywhere(lambda: make(kind, watched), call, check)
     assert not broken, f"{name}, {kind}, {watched}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_signals_at_random_times_leave_the_pool_sound(kind):
+    rng = random.Random(kind)
+    pool = make(kind)
+    pool.free_blocks(blocks(pool, 5, 6, 6, 8, 10, 10, 10, 11))
+    num_cached = 0
+
+    def step():
+        nonlocal num_cached
+        num_cached += 2
+        taken = pool.get_new_blocks(rng.randint(2, 5))
+        request = make_request([hash_of(num_cached), hash_of(num_cached + 1)])
+        pool.cache_full_blocks(request, taken, 0, 2, 4, 0)
+        pool.touch(taken)
+        pool.free_blocks(taken)
+        pool.free_blocks(taken)
+        pool.take_events()
+
+    with alarm_that_raises():
+        for _ in range(150):
+            run_until_interrupted(step, rng)
+            if isinstance(pool, RunBlockPool):
+                run_invariants.check(pool)
+            else:
+                invariants.check(pool)
+            for block in pool.blocks[1:]:  # what the step held
+                pool.free_blocks([block] * block.ref_cnt)

@@ -34,6 +34,8 @@ class BlockGroup:
         self.has_lookahead: bool = True
         # Whether a step reads what is there before it writes: nobody can hit what this very step writes.
         self.reads_before_writes: bool = False
+        # Whether a table gets null blocks before the blocks that are taken for it; see `pad`.
+        self.adds_null_blocks: bool = False
 
     def list_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """The hashes at this group's block size, of those at the pool's `hash_block_size`."""
@@ -89,6 +91,9 @@ class BlockGroup:
         None: all."""
         return None
 
-    def extend_table(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> None:
-        """Append blocks that were taken, so that the table has `num_blocks` entries."""
-        table.blocks.extend(blocks)
+    def pad(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """The entries to append so that the table has `num_blocks`: blocks that were taken, and null blocks.
+
+        For groups that have `adds_null_blocks`; the others append what was taken.
+        """
+        return blocks

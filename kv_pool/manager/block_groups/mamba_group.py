@@ -22,6 +22,7 @@ class MambaGroup(BlockGroup):
         # A state for tokens that may be rejected would stand where the one of the accepted tokens belongs.
         self.has_lookahead = False
         self.reads_before_writes = True
+        self.adds_null_blocks = True
 
     def find_longest_hit(
         self, block_hashes: list[BlockHash], max_num_tokens: int
@@ -59,7 +60,5 @@ class MambaGroup(BlockGroup):
             mask[-1] = True
         return mask
 
-    def extend_table(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> None:
-        if blocks:
-            table.blocks.extend([self.pool.null_block] * (num_blocks - len(table.blocks) - 1))
-            table.blocks.extend(blocks)
+    def pad(self, table: BlockTable, num_blocks: int, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        return [self.pool.null_block] * (num_blocks - len(table.blocks) - 1) + blocks

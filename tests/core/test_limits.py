@@ -1,0 +1,44 @@
+"""Counts that a pool cannot have are refused, and nothing has changed then."""
+
+import pytest
+from drawing import blocks, make_pool, state
+
+from kv_pool import BlockPool, InvalidArgumentError, InvalidBlockError
+from kv_pool.contiguous import invariants as run_invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+
+PICTURE = "free: 3 1* 4 | in use: 2"
+
+
+@pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
+@pytest.mark.parametrize("name", ["add_blocks", "remove_last_blocks"])
+def test_a_pool_cannot_change_by_a_negative_number(name, pool_class):
+    pool = make_pool(PICTURE, pool_class)
+    with pytest.raises(InvalidArgumentError, match="by -1 blocks"):
+        getattr(pool, name)(-1)
+    assert state(pool) == PICTURE
+    invariants.check(pool)
+
+
+def test_the_run_index_follows_add_blocks_and_remove_last_blocks():
+    pool = RunBlockPool(8, True, 4)
+    pool.add_blocks(2)
+    run_invariants.check(pool)
+    assert [block.block_id for block in pool.get_new_run(9)] == list(range(1, 10))
+    pool.free_blocks(blocks(pool, *range(1, 10)))
+    pool.remove_last_blocks(3)
+    run_invariants.check(pool)
+    assert pool.get_new_run(6) is not None
+
+
+@pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
+def test_a_reference_count_stops_before_it_wraps(pool_class):
+    pool = make_pool(PICTURE, pool_class)
+    most = pool.blocks[2]
+    most.ref_cnt = 2**31 - 2
+    pool.touch([most])
+    with pytest.raises(InvalidBlockError, match="block 2 has 2147483647 references"):
+        pool.touch([pool.blocks[1], most])
+    assert most.ref_cnt == 2**31 - 1
+    assert state(pool).startswith("free: 3 1* 4 |")
