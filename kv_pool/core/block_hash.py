@@ -58,7 +58,7 @@ class BlockHasher:
     ) -> None:
         check_type("algorithm", algorithm, str)
         if seed is not None and not isinstance(seed, str):
-            refuse_type("seed", seed, "str or None; block_size is the argument after it")
+            refuse_type("seed", seed, "str or None")
         if not isinstance(block_size, int):
             block_size = as_int("block_size", block_size)
         if not isinstance(num_lookahead_tokens, int):

@@ -235,5 +235,5 @@ def test_bytes_are_token_ids_one_each():
 
 
 def test_a_block_size_in_the_place_of_the_seed_is_refused():
-    with pytest.raises(InvalidTypeError, match=r"seed is .*int.*block_size"):
+    with pytest.raises(InvalidTypeError, match="seed is of type int"):
         BlockHasher("sha256_cbor", 16)
