@@ -148,6 +148,7 @@ class PublisherConfig:
         Give the publisher a `StreamState()`, too: without one there are no snapshots, and copies are
         announced one by one. `settings` are those of the class, and win.
 
+            >>> from kv_pool.events import PublisherConfig
             >>> config = PublisherConfig.for_routers(endpoint="tcp://*:6000", replay_endpoint="tcp://*:6100")
             >>> config.first_sequence, config.heartbeat_s
             ('clock', 1.0)

@@ -232,3 +232,8 @@ def test_bytes_are_token_ids_one_each():
     hasher = BlockHasher("sha256", "s", 4)
     assert hasher.hash_blocks(bytes(range(8))) == hasher.hash_blocks(range(8))
     assert hasher.hash_blocks(bytearray(range(8))) == hasher.hash_blocks(range(8))
+
+
+def test_a_block_size_in_the_place_of_the_seed_is_refused():
+    with pytest.raises(InvalidTypeError, match="seed is of type int"):
+        BlockHasher("sha256_cbor", 16)

@@ -351,11 +351,12 @@ def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
         publisher.publish([stored(2)])
         last = 1700000000500001
         requester.ask_until(0, last)
-        for _ in range(MAX_WAITING_REQUESTS + 3):
+        stalled.socket.send_multipart([b"", pack_sequence(0)])
+        wait_until(lambda: publisher.statistics().num_snapshots == 2, "sent to both")
+        for _ in range(MAX_WAITING_REQUESTS + 2):
             stalled.socket.send_multipart([b"", pack_sequence(0)])
         while publisher.statistics().num_replays_abandoned < 2:
             assert requester.ask_for_sequences(last) == [last]
-        wait_until(lambda: publisher.statistics().num_snapshots >= 2, "sent to both")
         assert requester.ask_for_sequences(last) == [last]
         assert publisher.statistics().num_snapshots == 2
         # The first, and those that had to wait for it.
