@@ -151,7 +151,7 @@ def draw(pool, watched):
     return (sorted(free.split()) if watched else free, *held)
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+@pytest.mark.parametrize("watched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "watched"])
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_moment_leaves_the_pool_sound(name, kind, watched):

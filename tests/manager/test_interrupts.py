@@ -60,7 +60,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    "groups", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "states"))]
+)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_each_request_with_all_blocks_or_none(name, pool, groups):
