@@ -6,11 +6,13 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import FreeRunIndex
+from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import (
     BlockPoolCore,
+    as_pairs,
     free_all,
     take_first,
     take_listed,
@@ -19,7 +21,6 @@ from kv_pool.core.pool_core import (
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
-    InvalidTypeError,
     KVPoolError,
     OutOfBlocksError,
 )
@@ -77,7 +78,7 @@ class RunPoolCore(BlockPoolCore):
         ages are known. What does not come in runs is taken in eviction order.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
+            num_blocks = as_int("num_blocks", num_blocks)
         return take_in_order(self, 0, num_blocks, None)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
@@ -89,7 +90,9 @@ class RunPoolCore(BlockPoolCore):
         For a sequence that grows, or one that goes on after its cached prefix.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
+            num_blocks = as_int("num_blocks", num_blocks)
+        if not isinstance(block, KVCacheBlock):
+            refuse_type("block", block, "KVCacheBlock")
         return take_in_order(self, block.block_id + 1, num_blocks, None)
 
     def take_onto_after(self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int) -> None:
@@ -124,7 +127,9 @@ class RunPoolCore(BlockPoolCore):
 
     def _take_run(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock] | None:
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
+            num_blocks = as_int("num_blocks", num_blocks)
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
         num_free = self.free_block_queue.num_free_blocks
@@ -154,7 +159,7 @@ class RunPoolCore(BlockPoolCore):
             # The index is right next time, so that this ends.
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._take_listed(blocks if isinstance(blocks, list) else list(blocks), None)
+        self._take_listed(as_list("blocks", blocks), None)
 
     def take_listed_onto(self, blocks: list[KVCacheBlock], listed: list[KVCacheBlock]) -> None:
         """As `take_blocks(listed)`; they are appended to `blocks` in the same step, see `take_onto`."""
@@ -169,7 +174,7 @@ class RunPoolCore(BlockPoolCore):
             raise
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._touch(blocks if isinstance(blocks, list) else list(blocks), None)
+        self._touch(as_list("blocks", blocks), None)
 
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         self._touch(blocks, onto)
@@ -185,7 +190,7 @@ class RunPoolCore(BlockPoolCore):
     # ---- giving back -----------------------------------------------------------------------------
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        listed = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+        listed = as_list("ordered_blocks", ordered_blocks)
         try:
             free_all(self, listed, False)
             num_free = self.free_block_queue.num_free_blocks
@@ -209,7 +214,7 @@ class RunPoolCore(BlockPoolCore):
             raise
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
-        listed = list(blocks)
+        listed = list(as_list("blocks", blocks))
         try:
             super().unpin_blocks(listed, on_reuse)
             num_free = self.free_block_queue.num_free_blocks
@@ -219,7 +224,7 @@ class RunPoolCore(BlockPoolCore):
             raise
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        listed = list(block_ids)
+        listed = as_ints("block_ids", block_ids)
         try:
             super().evict_blocks(listed)
             for block_id in listed:
@@ -244,10 +249,14 @@ class RunPoolCore(BlockPoolCore):
 
     def get_fragmentation_rate(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
         """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks)."""
+        if not isinstance(run_length, int):
+            run_length = as_int("run_length", run_length)
         return fragmentation.get_unusable_share(self.list_free_runs(), run_length)
 
     def count_runs(self, run_length: int) -> int:
         """How many disjoint runs of `run_length` the free blocks make. O(number of blocks)."""
+        if not isinstance(run_length, int):
+            run_length = as_int("run_length", run_length)
         if run_length < 1:
             raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
         return sum(length // run_length for length in self.list_free_runs())
@@ -291,6 +300,7 @@ class RunPoolCore(BlockPoolCore):
 
         A metrics collector with a method `on_ids_swapped` is called with the pairs.
         """
+        pairs = as_pairs(pairs)
         try:
             super().swap_block_ids(pairs)
             self.run_index.swap(pairs)
@@ -328,6 +338,8 @@ class RunPoolCore(BlockPoolCore):
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
         """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgumentError(f"the pool cannot grow by {num_blocks} blocks; see shrink()")
         self.add_blocks(num_blocks)
@@ -341,6 +353,8 @@ class RunPoolCore(BlockPoolCore):
             InvalidBlockError: one of them is in use: move it out of the way with `plan_drain`. Nothing has
                 changed.
         """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
         if not 0 <= num_blocks < self.num_gpu_blocks:
             raise InvalidArgumentError(
                 f"the pool has {self.num_gpu_blocks} blocks and cannot shrink by {num_blocks}"

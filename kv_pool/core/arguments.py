@@ -61,11 +61,9 @@ def as_list(name: str, values: Iterable[Any]) -> list[Any]:
     """
     if isinstance(values, list):
         return values
-    try:
-        iterator = iter(values)
-    except TypeError:
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
         refuse_type(name, values, "a sequence")
-    return list(iterator)
+    return list(values)
 
 
 def as_list_of(name: str, values: Iterable[Any], expected: type) -> list[Any]:

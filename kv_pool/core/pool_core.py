@@ -5,6 +5,7 @@ from typing import Any, Final, NoReturn
 
 from mypy_extensions import i64, mypyc_attr
 
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
@@ -64,7 +65,11 @@ class BlockPoolCore(PrefixCache):
         use_int_block_hashes: bool = True,
         dense_events: bool = False,
     ) -> None:
-        if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 1:
+        if not isinstance(num_gpu_blocks, int):
+            num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
+        check_type("enable_caching", enable_caching, bool)
+        check_type("medium", medium, str)
+        if num_gpu_blocks < 1:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
@@ -114,7 +119,7 @@ class BlockPoolCore(PrefixCache):
         Contract: vLLM 0.33 `BlockPool.get_new_blocks`.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
+            num_blocks = as_int("num_blocks", num_blocks)
         return take_first(self, num_blocks, None)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
@@ -135,7 +140,7 @@ class BlockPoolCore(PrefixCache):
             Whatever a reuse watcher raises; the blocks are at the front of the queue then.
         Cost: O(len(blocks)), whatever the size of the pool.
         """
-        take_listed(self, blocks if isinstance(blocks, list) else list(blocks), None)
+        take_listed(self, as_list("blocks", blocks), None)
 
     def _tell_observer(self, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
         """Evict and hand out these blocks one after the other, as the observer expects it."""
@@ -171,7 +176,7 @@ class BlockPoolCore(PrefixCache):
             InvalidTypeError: not a block. In both cases nothing has changed.
         Cost: O(len(blocks)). Contract: vLLM 0.33 `BlockPool.touch`.
         """
-        touch_all(self, blocks if isinstance(blocks, list) else list(blocks), None)
+        touch_all(self, as_list("blocks", blocks), None)
 
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         """As `touch`; the blocks are appended to `onto` in the same step, see `take_onto`."""
@@ -194,7 +199,7 @@ class BlockPoolCore(PrefixCache):
             InvalidTypeError: not a block. In both cases nothing has changed.
         Cost: O(number of blocks). Contract: vLLM 0.33 `BlockPool.free_blocks`.
         """
-        listed = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+        listed = as_list("ordered_blocks", ordered_blocks)
         free_all(self, listed, False)
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
@@ -223,7 +228,7 @@ class BlockPoolCore(PrefixCache):
             self._recover()
         owner = self._owner
         queue = self.free_block_queue
-        listed: list[KVCacheBlock] = list(blocks)
+        listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
         watchers = {}
         first: KVCacheBlock | None = None
         last: KVCacheBlock | None = None
@@ -259,6 +264,8 @@ class BlockPoolCore(PrefixCache):
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
         """May its only holder write into the block? Not if it is null, shared, free or cached."""
+        if not isinstance(block, KVCacheBlock):
+            refuse_type("block", block, "KVCacheBlock")
         return not block.is_null and block.ref_cnt == 1 and block._block_hash is None
 
     def _check_stranger(self, block: KVCacheBlock) -> None:
@@ -285,11 +292,9 @@ class BlockPoolCore(PrefixCache):
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        listed: list[Any] = list(block_ids)
+        listed: list[Any] = as_ints("block_ids", block_ids)
         num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
         for element in listed:
-            if not isinstance(element, int):
-                raise InvalidTypeError(f"evict_blocks() takes block ids, got a {type(element).__name__}")
             block_id: int = element
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
@@ -374,7 +379,8 @@ class BlockPoolCore(PrefixCache):
             InvalidBlockError: a block is free or another pool's. Nothing has changed.
         Cost: O(len(blocks)).
         """
-        return self.holds.open(blocks, reason)
+        check_type("reason", reason, str)
+        return self.holds.open(as_list_of("blocks", blocks, KVCacheBlock), reason)
 
     def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchange the ids of the two blocks of each pair, after their bytes have been moved accordingly.
@@ -388,6 +394,7 @@ class BlockPoolCore(PrefixCache):
                 block. Nothing has changed.
         Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
         """
+        pairs = as_pairs(pairs)
         if self._unfinished != NOTHING:
             self._recover()
         if self.holds.list_holds():
@@ -445,7 +452,7 @@ class BlockPoolCore(PrefixCache):
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
+            num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgumentError(
                 f"the pool cannot grow by {num_blocks} blocks; see remove_last_blocks()"
@@ -488,7 +495,7 @@ class BlockPoolCore(PrefixCache):
             Whatever a reuse watcher raises; the blocks are at the front of the queue then.
         """
         if not isinstance(num_blocks, int):
-            raise InvalidTypeError(f"num_blocks is a {type(num_blocks).__name__}; it counts blocks, an int")
+            num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgumentError(f"the pool cannot shrink by {num_blocks} blocks; see add_blocks()")
         if num_blocks == 0:
@@ -996,10 +1003,20 @@ def free_all(pool: BlockPoolCore, listed: list[KVCacheBlock], empties: bool) -> 
         pool._unfinished_count = num_done
         pool._unfinished = UNDO_FREEING
         pool._recover()
-        raise_typed(error, listed, "free_blocks()")
+        raise_typed(error, listed, "free_blocks(ordered_blocks)")
     if by_pool is not None:
         for other, theirs in by_pool.values():
             other.free_blocks(theirs)
+
+
+def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pairs of ids as a new list of pairs of ints. Raise InvalidTypeError for what is not a pair."""
+    checked: list[tuple[int, int]] = []
+    for position, pair in enumerate(as_list("pairs", pairs)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            refuse_type(f"pairs[{position}]", pair, "a pair of int")
+        checked.append((as_int(f"pairs[{position}]", pair[0]), as_int(f"pairs[{position}]", pair[1])))
+    return checked
 
 
 def raise_not_queued(block: KVCacheBlock) -> NoReturn:

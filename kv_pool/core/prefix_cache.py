@@ -11,6 +11,7 @@ from weakref import ref
 
 from mypy_extensions import i32, i64, mypyc_attr
 
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import (
     GROUP_0,
@@ -157,30 +158,39 @@ class PrefixCache:
         looks; `touch()` what you mean to keep. O(number of groups).
         Contract: vLLM 0.33 `BlockPool.get_cached_block`.
         """
-        cache = self.cached_block_hash_to_block
-        entries: dict[Any, Any] = cache._cache
-        if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
-            # Blocks are looked up one by one, head first: likely for what was cached after the last one.
-            next_id = self._last_found._next_cached_id
-            if 0 < next_id < self._num_guessable:
-                guess = self.blocks[next_id]
-                suffix = group_suffix(kv_cache_group_ids[0])
-                if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
-                    self._last_found = guess
-                    return [guess]
-        found: list[KVCacheBlock] = []
-        for group_id in kv_cache_group_ids:
-            # An entry is all but always a block, and a call saved is felt here.
-            key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
-            block = entries.get(key)
-            if not isinstance(block, KVCacheBlock):
-                block = cache.get_one_block(BlockHashWithGroupId(key))
-                if block is None:
-                    return None
-            found.append(block)
-        if found:
-            self._last_found = found[0]
-        return found
+        if not isinstance(block_hash, bytes):
+            refuse_type("block_hash", block_hash, "bytes")
+        try:
+            cache = self.cached_block_hash_to_block
+            entries: dict[Any, Any] = cache._cache
+            if self._num_guessable > 0 and len(kv_cache_group_ids) == 1 and cache._num_keys == len(entries):
+                # Blocks are looked up one by one, head first: likely for what was cached after the last one.
+                next_id = self._last_found._next_cached_id
+                if 0 < next_id < self._num_guessable:
+                    guess = self.blocks[next_id]
+                    suffix = group_suffix(kv_cache_group_ids[0])
+                    if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                        self._last_found = guess
+                        return [guess]
+            found: list[KVCacheBlock] = []
+            for group_id in kv_cache_group_ids:
+                # An entry is all but always a block, and a call saved is felt here.
+                key = block_hash + (GROUP_0 if group_id == 0 else group_suffix(group_id))
+                block = entries.get(key)
+                if not isinstance(block, KVCacheBlock):
+                    block = cache.get_one_block(BlockHashWithGroupId(key))
+                    if block is None:
+                        return None
+                found.append(block)
+            if found:
+                self._last_found = found[0]
+            return found
+        except TypeError:
+            group_ids = as_ints("kv_cache_group_ids", kv_cache_group_ids)
+            unchecked: Any = kv_cache_group_ids
+            if all(isinstance(group_id, int) for group_id in unchecked):
+                raise
+            return self.get_cached_block(block_hash, group_ids)  # they were NumPy's integers
 
     def find_cached_prefix(
         self,
@@ -197,6 +207,10 @@ class PrefixCache:
         Stops at the first miss. Only looks. One call for what `get_cached_block` needs one call per block:
         O(blocks found + 1).
         """
+        if not isinstance(max_num_blocks, int):
+            max_num_blocks = as_int("max_num_blocks", max_num_blocks)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
         suffix = group_suffix(kv_cache_group_id)
         found: list[KVCacheBlock] = []
         if max_num_blocks <= 0:
@@ -205,25 +219,29 @@ class PrefixCache:
         blocks = self.blocks
         num_guessable = self._num_guessable if cache._num_keys == len(cache._cache) else 0
         next_id = 0
-        for block_hash in block_hashes[:max_num_blocks]:
-            if 0 < next_id < num_guessable:
-                guess = blocks[next_id]
-                if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
-                    found.append(guess)
-                    next_id = guess._next_cached_id
-                    continue
-            block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
-            if block is None:
-                break
-            found.append(block)
-            next_id = block._next_cached_id
+        try:
+            for block_hash in block_hashes[:max_num_blocks]:
+                if 0 < next_id < num_guessable:
+                    guess = blocks[next_id]
+                    if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                        found.append(guess)
+                        next_id = guess._next_cached_id
+                        continue
+                block = cache.get_one_block(BlockHashWithGroupId(block_hash + suffix))
+                if block is None:
+                    break
+                found.append(block)
+                next_id = block._next_cached_id
+        except TypeError:
+            as_list_of("block_hashes", block_hashes, bytes)
+            raise
         return found
 
     def list_keys(self, blocks: Sequence[KVCacheBlock]) -> list[BlockHashWithGroupId]:
         """All keys of these blocks, of each the primary one first. Only looks. O(keys)."""
         secondary = self.cached_block_hashes_by_block
         keys: list[BlockHashWithGroupId] = []
-        for block in blocks:
+        for block in as_list_of("blocks", blocks, KVCacheBlock):
             if block._block_hash is not None:
                 keys.append(cast(BlockHashWithGroupId, block._block_hash))
                 if secondary:
@@ -265,12 +283,24 @@ class PrefixCache:
                 nothing has changed.
         Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
         """
+        if not isinstance(num_cached_blocks, int):
+            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        if not isinstance(num_full_blocks, int):
+            num_full_blocks = as_int("num_full_blocks", num_full_blocks)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
         if num_cached_blocks >= num_full_blocks:
             return
+        if not isinstance(blocks, (list, tuple)):
+            blocks = as_list("blocks", blocks)
+        if block_mask is not None and not isinstance(block_mask, (list, tuple)):
+            block_mask = as_list("block_mask", block_mask)
         if self._unfinished != NOTHING:
             self._recover()
         suffix = group_suffix(kv_cache_group_id)
-        range_blocks: list[KVCacheBlock] = as_list(blocks[num_cached_blocks:num_full_blocks])
+        range_blocks: list[KVCacheBlock] = as_list("blocks", blocks[num_cached_blocks:num_full_blocks])
         num_blocks = num_full_blocks - num_cached_blocks
         if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
             raise InvalidArgumentError(
@@ -361,14 +391,14 @@ class PrefixCache:
             raise InvalidArgumentError(
                 f"block_size {block_size} is not a multiple of hash_block_size {self.hash_block_size}"
             )
-        fine = request.block_hashes
+        fine = read_hashes(request)
         if len(fine) < end * stride:
             raise InvalidArgumentError(
                 f"request has {len(fine)} block hashes of {self.hash_block_size} tokens; caching its first "
                 f"{end} blocks of {block_size} tokens needs {end * stride}"
             )
         if stride == 1:
-            return as_list(fine[first:end])
+            return as_list("block_hashes", fine[first:end])
         # A fine hash covers everything before it, so the last one in a block identifies the block.
         return [fine[(index + 1) * stride - 1] for index in range(first, end)]
 
@@ -384,6 +414,12 @@ class PrefixCache:
         One `BlockStored` from the start of the sequence, every block counted; none with events off or for 0
         blocks. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
         """
+        if not isinstance(num_cached_blocks, int):
+            num_cached_blocks = as_int("num_cached_blocks", num_cached_blocks)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
         if not self.enable_kv_cache_events or num_cached_blocks <= 0:
             return
         hashes: list[BlockHash | None] = [*self._hashes_of(request, 0, num_cached_blocks, block_size)]
@@ -420,6 +456,16 @@ class PrefixCache:
             InvalidBlockError: the block is free, or another pool's. In both cases nothing has changed.
         Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
         """
+        if not isinstance(block, KVCacheBlock):
+            refuse_type("block", block, "KVCacheBlock")
+        if not isinstance(num_tokens, int):
+            num_tokens = as_int("num_tokens", num_tokens)
+        if not isinstance(kv_cache_group_id, int):
+            kv_cache_group_id = as_int("kv_cache_group_id", kv_cache_group_id)
+        if not isinstance(block_size, int):
+            block_size = as_int("block_size", block_size)
+        if not isinstance(replace_existing_hashes, bool):
+            refuse_type("replace_existing_hashes", replace_existing_hashes, "bool")
         if block.is_null:
             return None
         if self._unfinished != NOTHING:
@@ -432,7 +478,7 @@ class PrefixCache:
         if block_size < 1 or block_size % unit:
             raise InvalidArgumentError(f"block_size {block_size} is not a multiple of hash_block_size {unit}")
         num_units = num_tokens // unit
-        num_hashed = len(request.block_hashes)
+        num_hashed = len(read_hashes(request))
         if num_tokens % unit or num_units < 1 or num_units > num_hashed:
             raise InvalidArgumentError(
                 f"num_tokens is {num_tokens}; a partial entry covers a multiple of {unit} tokens, here "
@@ -494,6 +540,10 @@ class PrefixCache:
                 changed.
         Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
         """
+        if not isinstance(src_block, KVCacheBlock):
+            refuse_type("src_block", src_block, "KVCacheBlock")
+        if not isinstance(dst_block, KVCacheBlock):
+            refuse_type("dst_block", dst_block, "KVCacheBlock")
         if src_block._owner is not self._owner:
             check_ours(src_block, self._owner, "move_block_hashes()")
         if dst_block._owner is not self._owner:
@@ -905,9 +955,14 @@ def plan_rekeying(
     return secondary, list(changed.items())
 
 
-def as_list(sequence: Sequence[Any]) -> list[Any]:
-    """The sequence itself if it is a list, or a list of its elements."""
-    return sequence if isinstance(sequence, list) else list(sequence)
+def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
+    """Return `request.block_hashes`. Raise InvalidTypeError for what is not a request."""
+    unchecked: Any = request
+    try:
+        hashes: Sequence[BlockHash] = unchecked.block_hashes
+    except AttributeError:
+        refuse_type("request", request, "a request")
+    return hashes
 
 
 def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
