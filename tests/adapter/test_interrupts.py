@@ -64,7 +64,9 @@ def describe(pool):
     return sorted(held.items()), pool.num_pinned_blocks, pool.total_blocks
 
 
-@pytest.mark.parametrize("make_one", [make_busy, make_scattered], ids=["busy", "scattered"])
+@pytest.mark.parametrize(
+    "make_one", [make_busy, pytest.param(make_scattered, marks=pytest.mark.slow)], ids=["busy", "scattered"]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_moment_leaks_no_block(name, make_one):
     call = CALLS[name]

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, KVCacheManager, Request
 from kv_pool.core import invariants
 from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -284,3 +285,27 @@ def test_what_is_longer_than_the_pool_does_not_fit_alone():
     manager = KVCacheManager(BlockPool(5, True, BLOCK_SIZE))
     assert manager.fits_alone(8)
     assert not manager.fits_alone(9)
+
+
+def test_a_negative_number_of_tokens_fits_nowhere():
+    manager = KVCacheManager(BlockPool(10, True, 4))
+    with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
+        manager.fits_alone(-1)
+    with pytest.raises(InvalidArgumentError, match="num_encoder_tokens -1"):
+        manager.fits_alone(1, num_encoder_tokens=-1)
+
+
+def test_hashes_of_another_size_are_noticed_before_a_block_is_full():
+    manager = KVCacheManager(BlockPool(10, True, 16))
+    for block_size in (4, 8, 32):
+        request = Request("a", range(40), BlockHasher(block_size=block_size))
+        with pytest.raises(InvalidArgumentError, match="another block size"):
+            manager.allocate_slots(request, 8)
+    assert manager.list_request_ids() == []
+
+
+def test_finer_hashes_than_the_pool_has_are_noticed_with_a_prefix():
+    manager = KVCacheManager(BlockPool(20, True, 4))
+    request = Request("a", range(30), BlockHasher(block_size=8))
+    with pytest.raises(InvalidArgumentError, match="another block size"):
+        manager.allocate_slots(request, 8, CachedPrefix("a", ([],), 0, 0))
