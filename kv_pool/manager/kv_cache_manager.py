@@ -7,13 +7,12 @@ from typing import Any, NoReturn, SupportsIndex
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool_core import RunPoolCore
-from kv_pool.core.arguments import as_int, as_ints, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.prefix_cache import as_list
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockMove
 from kv_pool.manager.admission import AllocStatus
@@ -704,7 +703,7 @@ class KVCacheManager:
             if not hits and not num_skipped:
                 continue
             table = tables[group.group_id]
-            used = as_list(hits[num_skipped:] if num_skipped else hits)
+            used = as_list("cached_prefix", hits[num_skipped:] if num_skipped else hits)
             if num_skipped:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
                 table.num_null_blocks = num_skipped

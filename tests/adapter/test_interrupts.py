@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from adapter.made_pool import check, draw, make, make_scattered, take
+from adapter.made_pool import check, make, make_scattered, take
 from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
 
 from kv_pool import BlockAllocationRequest, LRUEviction
