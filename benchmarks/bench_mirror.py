@@ -4,6 +4,8 @@ import argparse
 import gc
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,15 +150,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             figures = f"{median:>11,.2f}{low:>11,.2f}{high:>11,.2f}{len(values):>6}"
             print(f"    {name:26}{unit:>10}{figures}", flush=True)
 
-    mirrors: dict[str, Any] = {
-        MIRROR: PrefixMirror(),
-        TOKENS: PrefixMirror(learns_tokens=True),
-        SETS: DictOfSets(),
-    }
+    mirrors = make_mirrors()
     filled = {name: fill(mirror, prompts) for name, mirror in mirrors.items()}
     held = f"{options.blocks:,} blocks over {options.publishers} publishers"
     add(f"fill with {held}", "ns/block", {name: [figures[0]] for name, figures in filled.items()})
-    add(f"memory of {held}", "B/block", {name: [figures[1]] for name, figures in filled.items()})
+    memory = {name: measure_memory(name, options) for name in mirrors}
+    add(f"memory of {held}", "B/block", {name: [figures[0]] for name, figures in memory.items()})
+    add("memory when all were replaced twice", "B/block", {name: [one[1]] for name, one in memory.items()})
 
     gc.collect()
     gc.freeze()
@@ -201,6 +201,41 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def print_memory(name: str, options: argparse.Namespace) -> None:
+    """Bytes per block of one kind of mirror, filled, and after all its blocks were replaced twice."""
+    mirror = make_mirrors()[name]
+    prompts = make_prompts(options.blocks, options.publishers, options.seed)
+    rng = random.Random(options.seed + 1)
+    gc.collect()
+    before = resident_bytes()
+    _, filled = fill(mirror, prompts)
+    for _ in range(2):
+        for index in rng.sample(range(len(prompts)), len(prompts)):
+            old = prompts[index]
+            new = prompts[index] = old._replace(hashes=[rng.getrandbits(64) for _ in old.hashes])
+            for publisher in old.publishers:
+                for removal in old.list_removals():
+                    mirror.apply(publisher, [removal])
+                mirror.apply(publisher, new._replace(hashes=copy_hashes(new.hashes)).list_stores())
+    gc.collect()
+    num_blocks = sum(len(prompt.publishers) for prompt in prompts) * PROMPT_BLOCKS
+    grown = (len(prompts) * PROMPT_BLOCKS) * 40  # the new prompts' own hashes
+    print(json.dumps([filled, (resident_bytes() - before - grown) / num_blocks]))
+
+
+def measure_memory(name: str, options: argparse.Namespace) -> list[float]:
+    """As `print_memory`, in a process of its own, so that no other mirror's memory is reused."""
+    command = [sys.executable, __file__, "--memory-of", name]
+    command += ["--blocks", str(options.blocks), "--publishers", str(options.publishers)]
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+def make_mirrors() -> dict[str, Any]:
+    return {MIRROR: PrefixMirror(), TOKENS: PrefixMirror(learns_tokens=True), SETS: DictOfSets()}
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000, help="that all publishers together hold")
@@ -209,6 +244,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance there")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.runs = 20_000, 3
@@ -219,6 +255,9 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    if options.memory_of is not None:
+        print_memory(options.memory_of, options)
+        return
     provenance = describe_run([MIRROR, TOKENS, SETS])
     for key, value in provenance.items():
         if isinstance(value, dict):

@@ -1,6 +1,7 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which of them may not be touched now."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.retention import Retention
@@ -288,15 +289,16 @@ class Holdings:
                 for holder in self.list_holders(block):
                     self.check_usable(holder.sequence_id)
 
-    def hold_in_flight(self) -> Hold:
-        """Hold the blocks that were taken from the block pool directly, for a compaction; release it after.
+    def hold_in_flight(self) -> AbstractContextManager[object]:
+        """Hold the blocks that were taken from the block pool directly, during a compaction.
 
         They may be read or written at the ids that they have. O(blocks of the pool) where there are any.
         """
         pool = self._block_pool
-        in_flight: list[KVCacheBlock] = []
-        if pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks > len(self.first_holders):
-            in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
+        num_in_use = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks
+        if num_in_use == len(self.first_holders):
+            return nullcontext()
+        in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
         return pool.hold(in_flight, _IN_FLIGHT)
 
 

@@ -56,12 +56,12 @@ class Pins:
             if left[block] < 0:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
         self._counts_before = {block: self._counts[block] for block in left}
+        self._hold.remove([block for block, count in left.items() if not count])
         for block, count in left.items():
             if count:
                 self._counts[block] = count
             else:
                 del self._counts[block]
-        self._hold.remove([block for block, count in left.items() if not count])
         self._counts_before = {}
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:

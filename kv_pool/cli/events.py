@@ -99,8 +99,7 @@ def events(
             show = opened.enter_context(MirrorTable(subscribers, limit, group, medium, count_copies))
         else:
             show = opened.enter_context(EventPrinter(chosen, json, limit))
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(read_all(subscribers, show))
+        asyncio.run(read_all(subscribers, show))
 
 
 def read_keys(

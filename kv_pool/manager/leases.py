@@ -1,6 +1,7 @@
 """`BlockLeases`: blocks lent to a transfer until a deadline, so that nothing in flight is reused or leaks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
@@ -163,18 +164,25 @@ class BlockLeases:
             raise InvalidBlockError(f"{holder} asks for a block twice in one lease")
         for block in listed:
             self._check_block(block, holder, kind)
-        self.block_pool.touch(listed)
-        if self._retention is not None:
-            self._retention.note_taken(listed)
         self._last_id += 1
-        hold = self.block_pool.hold(listed, f"lent to {holder} ({kind.value})")
-        lease = Lease(self, self._last_id, kind, tuple(listed), deadline, holder, hold)
-        self._leases[lease.lease_id] = lease
-        for block in listed:
-            self._num_leases[block] = self._num_leases.get(block, 0) + 1
-            if kind is LeaseKind.WRITE:
-                self._written[block] = lease
-        heappush(self._deadlines, (deadline, lease.lease_id))
+        lease_id = self._last_id
+        reason = f"lent to {holder} ({kind.value})"
+        referenced: list[KVCacheBlock] = []
+        try:
+            self.block_pool.touch_onto(listed, referenced)
+            if self._retention is not None:
+                self._retention.note_taken(listed)
+            hold = self.block_pool.hold(listed, reason)
+            lease = Lease(self, lease_id, kind, tuple(listed), deadline, holder, hold)
+            for block in listed:
+                self._num_leases[block] = self._num_leases.get(block, 0) + 1
+                if kind is LeaseKind.WRITE:
+                    self._written[block] = lease
+            heappush(self._deadlines, (deadline, lease_id))
+            self._leases[lease_id] = lease
+        except BaseException:
+            self._recover(referenced, reason)
+            raise
         return lease
 
     def give_back(self, lease: Lease) -> None:
@@ -285,18 +293,47 @@ class BlockLeases:
             )
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
-        lease.hold.release()
-        backwards: Sequence[KVCacheBlock] = lease.blocks[::-1]
+        referenced = list(lease.blocks[::-1])
+        try:
+            del self._leases[lease.lease_id]
+            lease.state = state
+            lease.hold.release()
+            self._give_references_back(referenced)
+            for block in lease.blocks:
+                count = self._num_leases[block] - 1
+                if count:
+                    self._num_leases[block] = count
+                else:
+                    del self._num_leases[block]
+                self._written.pop(block, None)
+        except BaseException:
+            if lease.state is state:
+                self._recover(referenced, lease.hold.reason)
+            raise
+
+    def _give_references_back(self, referenced: list[KVCacheBlock]) -> None:
+        """Drop a reference of each block; the list is empty then."""
         if self._retention is None:
-            self.block_pool.free_blocks(backwards)
-        else:
-            self._retention.free_blocks(backwards)
-        del self._leases[lease.lease_id]
-        lease.state = state
-        for block in lease.blocks:
-            count = self._num_leases[block] - 1
-            if count:
-                self._num_leases[block] = count
-            else:
-                del self._num_leases[block]
-            self._written.pop(block, None)
+            self.block_pool.free_out_of(referenced)
+        elif referenced:
+            listed = referenced.copy()
+            referenced.clear()
+            self._retention.free_blocks(listed)
+
+    def _recover(self, referenced: list[KVCacheBlock], reason: str) -> None:
+        """Undo a loan, or complete the end of one, after a call that was interrupted.
+
+        Args:
+            referenced: blocks with a reference that is no lease's.
+            reason: of a hold that may be no lease's.
+        """
+        leases = list(self._leases.values())
+        self._num_leases = dict(Counter(block for lease in leases for block in lease.blocks))
+        self._written = {
+            block: lease for lease in leases if lease.kind is LeaseKind.WRITE for block in lease.blocks
+        }
+        held = [lease.hold for lease in leases]
+        for hold in self.block_pool.holds.list_holds():
+            if hold.reason == reason and hold not in held:
+                hold.release()
+        self._give_references_back(referenced)

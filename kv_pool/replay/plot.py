@@ -86,7 +86,7 @@ def draw_hit_rates(
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel(f"capacity in {unit}")
     axes.set_ylabel("prefix-cache hit rate")
-    axes.set_title(_make_title(sweeps), fontsize=10)
+    axes.set_title(_make_title(sweeps), fontsize=10, parse_math=False)
     axes.grid(alpha=0.3, which="both")
     if len(axes.get_legend_handles_labels()[1]) < 5:
         axes.legend(loc="lower right")

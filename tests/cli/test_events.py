@@ -190,7 +190,7 @@ def test_ctrl_c_ends_it_without_a_word(publisher):
         assert "stored" in running.stdout.readline()
         running.send_signal(signal.SIGINT)
         rest, complaints = running.communicate(timeout=20)
-    assert (running.returncode, rest, complaints) == (0, "", "")
+    assert (running.returncode, rest, complaints) == (130, "", "")
 
 
 @pytest.mark.parametrize("options", [[], ["--mirror"]])
@@ -216,7 +216,7 @@ def test_on_a_terminal_it_is_in_colour_and_counts(publisher, options):
         with contextlib.suppress(OSError):
             while os.read(near, 65536):
                 pass
-        assert running.wait(20) == 0
+        assert running.wait(20) == 130
         assert running.stderr.read() == b""
     os.close(near)
 

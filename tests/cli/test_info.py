@@ -1,10 +1,18 @@
 """`kv-pool info`: which kv_pool this is."""
 
+import json
 import platform
 
 from cli.kv_pool_command import kv_pool_command
 
 import kv_pool
+
+
+def test_info_as_json_is_what_the_table_says(tmp_path):
+    found = json.loads(kv_pool_command("info", "--json", cwd=tmp_path).stdout)
+    assert found["kv_pool"] == kv_pool.__version__
+    assert found["core"] == ("compiled (mypyc)" if kv_pool.COMPILED else "plain Python")
+    assert found["packages"]["msgspec"][0].isdigit()
 
 
 def test_info_says_which_core_runs_and_which_versions(tmp_path):

@@ -1,8 +1,16 @@
 """The entry point: help, and what the user got wrong."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from cli.kv_pool_command import kv_pool_command
 from replay.made_trace import record, write_trace
+
+import kv_pool
+from kv_pool.replay.capacity import MODELS
 
 TRACE = [record(24, [1, 2, 3]), record(32, [1, 2, 4, 5])]
 
@@ -46,6 +54,81 @@ def test_nothing_but_the_message_is_on_stderr(folder):
     done = kv_pool_command("replay", "nowhere.jsonl", "--blocks", "10", cwd=folder)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            ".",
+            "this is a folder; give one of its files; traces that ship with kv_pool: ",
+        ),
+        ("-", "a trace is read more than once, so it cannot come from standard input or a pipe"),
+        ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
+        (
+            "table.csv",
+            "table.csv:1: JSON is malformed: invalid character (byte 4); a trace has ",
+        ),
+    ],
+)
+def test_what_is_no_trace_says_what_a_trace_is(folder, path, message):
+    (folder / "table.csv").write_text("timestamp,input_length\n0,24\n")
+    done = kv_pool_command("replay", path, "--blocks", "10", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["replay trace.jsonl", "serve trace.jsonl --socket here.sock"])
+def test_ten_billion_blocks_are_refused_before_they_take_all_memory(folder, arguments):
+    sizes = ("--trace-block-size", "8", "--blocks", "10000000000")
+    done = kv_pool_command(*arguments.split(), *sizes, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: a pool of 10,000,000,001 blocks needs 1," in done.stderr
+    assert "GB are available" in done.stderr
+
+
+def test_preempt_swap_that_has_no_effect_is_an_error(folder):
+    sizes = ("--trace-block-size", "8", "--blocks", "10")
+    done = kv_pool_command("replay", "trace.jsonl", *sizes, "--preempt", "swap", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--preempt swap has no effect without --host-blocks" in done.stderr
+
+
+def test_the_version_and_the_command_as_a_module(tmp_path):
+    done = kv_pool_command("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"kv_pool {kv_pool.__version__}\n")
+    module = [sys.executable, "-m", "kv_pool", "--version"]
+    told = subprocess.run(module, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=True)
+    assert told.stdout == done.stdout
+
+
+def test_a_shell_completes_sub_commands(tmp_path):
+    asked = {"_KV_POOL_COMPLETE": "complete_bash", "COMP_WORDS": "kv-pool re", "COMP_CWORD": "1"}
+    script = Path(sys.executable).with_name("kv-pool")
+    told = subprocess.run(
+        [script],
+        cwd=tmp_path,
+        env={**os.environ, **asked},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
+    )
+    assert told.stdout.split() == ["replay"], told.stderr
+
+
+def test_help_shows_brackets_models_and_no_type_for_flags(tmp_path):
+    done = kv_pool_command("serve", "--help", cwd=tmp_path)
+    assert (
+        "A TOML file with other nodes ([[peers]]) and what it costs to reach them ([links.rack])"
+        in done.stdout
+    )
+    assert "[OPTIONS] [TRACE]" in done.stdout
+    assert "table [publisher]" in done.stdout
+    for command in ("serve", "replay", "events", "migrate"):
+        assert "bool" not in kv_pool_command(command, "--help", cwd=tmp_path).stdout
+    told = " ".join(kv_pool_command("replay", "--help", cwd=tmp_path).stdout.split())
+    assert all(model in told for model in MODELS)
 
 
 WRONG_OPTIONS = [

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from adapter.made_pool import make, make_scattered, take
@@ -75,3 +77,27 @@ def test_without_a_pool_it_says_how_to_get_one(tmp_path, command):
         "error: no pool is served at here.sock: there is no such socket. Start one with kv-pool serve, or "
         "name another socket with --socket.\n"
     )
+
+
+@pytest.mark.parametrize("command", ["stats", "stats --watch"])
+def test_a_folder_or_file_as_socket_is_named_as_such(tmp_path, command):
+    (tmp_path / "file").write_text("")
+    for name, kind in ((".", "folder"), ("file", "file")):
+        done = kv_pool_command(*command.split(), "--socket", name, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"error: no pool is served at {name}: this is a {kind}, not a socket." in done.stderr
+
+
+def test_a_watch_goes_on_showing_it(tmp_path):
+    with ControlServer(make(), tmp_path / "here.sock"):
+        watching = subprocess.Popen(
+            [sys.executable, "-m", "kv_pool", "stats", "--watch", "--json", "--socket", "here.sock"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        with watching:
+            looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+            watching.terminate()
+            assert watching.wait(30) == 143
+    assert {look["total_blocks"] for look in looks} == {looks[0]["total_blocks"]}

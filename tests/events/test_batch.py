@@ -13,6 +13,7 @@ from kv_pool.events.batch import (
     DecodedBatch,
     KVEventBatch,
     decode_batch,
+    decode_lazily,
     encode_batch,
     encode_batch_positional,
 )
@@ -262,3 +263,21 @@ def test_damaged_bytes_give_a_batch_or_a_typed_error(seed):
             del payload[rng.randrange(len(payload)) :]
         with contextlib.suppress(EventStreamError):
             decode_batch(bytes(payload))
+
+
+def test_tokens_are_decoded_when_the_events_are_looked_at():
+    event = BlockStored([1], None, [1, 2, 70_000, 3], 4, None, "GPU", None)
+    batch = decode_lazily(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
+    assert isinstance(batch.unread_events[0].token_ids, msgspec.Raw)
+    assert batch.events == [event, AllBlocksCleared()]
+    assert [type(one) for one in batch.events] == [BlockStored, AllBlocksCleared]
+    assert batch.unread_events == batch.events
+    assert batch == decode_batch(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
+
+
+def test_a_store_whose_tokens_are_none_is_dropped_when_looked_at():
+    event = BlockStored([1], None, ["x"], 4, None, "GPU", None)
+    batch = decode_lazily(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
+    assert batch.num_dropped == 0
+    assert batch.events == [AllBlocksCleared()]
+    assert (batch.num_dropped, "token_ids" in batch.first_drop_reason) == (1, True)

@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import pytest
 from events.pool_map import pool_map
 
@@ -18,6 +19,7 @@ from kv_pool import (
     Request,
 )
 from kv_pool.core.kv_events import BlockReported
+from kv_pool.events.batch import decode_lazily
 from kv_pool.events.mirror import PrefixMirror
 
 
@@ -37,6 +39,11 @@ def make_mirror(**publishers):
     for name, events in publishers.items():
         mirror.apply(name, events)
     return mirror
+
+
+def wide(token):
+    """A token in the longest form that msgpack has for it."""
+    return b"\xcf" + token.to_bytes(8, "big")
 
 
 # ---- prefixes by hash ----------------------------------------------------------------------------
@@ -228,6 +235,62 @@ def test_nothing_is_left_of_blocks_that_are_gone():
         assert table.token_holders == {}
 
 
+# ---- what a publisher can make the mirror keep ---------------------------------------------------
+
+
+def test_a_publisher_with_8000_media_does_not_slow_lookups():
+    """Each used to be a table that every lookup walked, for good: 6 s a lookup."""
+    mirror = make_mirror(honest=[stored(1, 2)], hostile=[stored(1, medium=f"M{n}") for n in range(8000)])
+    assert len(mirror._held.tables) <= 33
+    assert mirror.counts_of("hostile").num_refused == 8000 - 32
+    assert mirror.count_blocks("hostile") == 32
+    assert mirror.find_prefix([1, 2]) == {"honest": 2, "hostile": 1}
+    mirror.remove_publisher("hostile")
+    assert [*mirror._held.tables] == [(0, "GPU")]
+    assert mirror.find_prefix([1, 2]) == {"honest": 2}
+
+
+def test_groups_and_media_without_blocks_make_room_for_others():
+    mirror = PrefixMirror(max_places=2)
+    for number in range(100):
+        mirror.apply("a", [stored(1, medium=f"M{number}"), removed(1, medium=f"M{number}")])
+    mirror.apply("a", [stored(1, group_idx=number, kv_cache_spec_kind="mamba") for number in range(100)])
+    assert mirror.counts_of("a").num_refused == 98
+    mirror.apply("a", [AllBlocksCleared(), stored(5, medium="CPU"), stored(6)])
+    assert mirror.state_of("a") == {(0, "CPU", 5), (0, "GPU", 6)}
+    assert mirror._held.tables.keys() == {(0, "CPU"), (0, "GPU")}
+
+
+def test_a_medium_with_a_long_name_is_refused():
+    mirror = make_mirror(a=[stored(1, medium="M" * 65), stored(2, medium="M" * 64)])
+    assert mirror.state_of("a") == {(0, "M" * 64, 2)}
+    assert mirror.counts_of("a").num_refused == 1
+
+
+def test_a_publisher_with_8000_block_sizes_does_not_slow_lookups():
+    """Each used to cost every lookup by tokens a pass over the prompt, for good."""
+    mirror = make_mirror(
+        honest=[stored(1, 2, tokens=range(100, 108))],
+        hostile=[stored(n, tokens=[1] * n, block_size=n) for n in range(1, 8001) if n != 4],
+    )
+    assert len(mirror._held.block_sizes) == 9
+    assert mirror.counts_of("hostile").num_refused_sizes == 7999 - 8
+    assert mirror.count_blocks("hostile") == 7999
+    assert mirror.find_prefix_of_tokens(range(100, 108)) == {"honest": 8}
+    mirror.clear_publisher("hostile")
+    assert mirror._held.block_sizes == (4,)
+    mirror.apply("hostile", [stored(1, tokens=[9] * 16, block_size=16)])
+    assert mirror.find_prefix_of_tokens([9] * 16) == {"hostile": 16}
+    mirror.remove_publisher("hostile")
+    assert mirror._held.block_sizes == (4,)
+
+
+@pytest.mark.parametrize("options", [{"max_places": 0}, {"max_block_sizes": 0}])
+def test_bounds_below_one_are_refused(options):
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        PrefixMirror(**options)
+
+
 # ---- prefixes by tokens --------------------------------------------------------------------------
 
 
@@ -296,6 +359,27 @@ def test_a_prompt_under_two_hashes_is_held_until_both_are_gone():
     assert mirror.find_prefix_of_tokens(prompt) == {"a": 4}
     mirror.apply("a", [removed(16)])
     assert mirror.find_prefix_of_tokens(prompt) == {}
+
+
+@pytest.mark.parametrize(
+    "tokens", [[0, 127, 128, 255], [256, 65535, 65536, 2**32 - 1], [2**32, 2**64 - 1, 1, 2]]
+)
+@pytest.mark.parametrize("encode_token", [int, wide], ids=["shortest", "wide"])
+def test_tokens_are_found_however_the_publisher_encodes_them(tokens, encode_token):
+    """A publisher may write an integer in more bytes than it needs; the key must not depend on that."""
+    event = msgspec.structs.asdict(stored(7, tokens=tokens)) | {"type": "BlockStored"}
+    packed = [msgspec.Raw(one) if isinstance(one, bytes) else one for one in map(encode_token, tokens)]
+    payload = msgspec.msgpack.encode([1.5, [event | {"token_ids": packed}], 0])
+    mirror = PrefixMirror(learns_tokens=True)
+    mirror.apply("a", decode_lazily(payload).unread_events)
+    assert mirror.find_prefix_of_tokens(tokens) == {"a": 4}
+    assert decode_lazily(payload).events[0].token_ids == tokens
+
+
+def test_a_prompt_shorter_than_a_block_is_held_by_no_publisher():
+    """Every publisher used to be named, with 0 tokens."""
+    mirror = make_mirror(a=[stored(1, tokens=[1, 2, 3, 4])])
+    assert mirror.find_prefix_of_tokens([1, 2, 3]) == {}
 
 
 def test_tokens_need_a_mirror_that_learns_them():

@@ -340,7 +340,9 @@ def test_readers_that_come_together_all_get_a_snapshot():
 
 def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
     with (
-        make_publisher(StreamState(), buffer_steps=1, linger_s=0.0, first_sequence="clock") as publisher,
+        make_publisher(
+            StreamState(), buffer_steps=1, linger_s=0.0, first_sequence="clock", slow_reader_s=100.0
+        ) as publisher,
         Requester(publisher.replay_endpoint) as requester,
         Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
     ):

@@ -1,4 +1,4 @@
-"""Calls of a `KVCacheManager` that a signal handler breaks off: each request has all of its blocks, or none."""
+"""Calls of a `KVCacheManager` that a signal handler breaks off: a request has all of its blocks, or none."""
 
 import pytest
 from interrupting import interrupt_everywhere

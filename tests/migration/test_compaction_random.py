@@ -243,6 +243,6 @@ def test_compaction_during_migrations_puts_no_wrong_bytes_under_a_hash(seed, mak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make_node", [ManagerNode, PoolNode])
-@pytest.mark.parametrize("seed", range(6, 30))
+@pytest.mark.parametrize("seed", range(6, 16))
 def test_compaction_during_many_migrations_puts_no_wrong_bytes_under_a_hash(seed, make_node):
     live(seed, make_node, 4000)

@@ -71,8 +71,9 @@ def test_a_file_of_peers(tmp_path):
         ('[[peers]]\nname = "b"\naddress = "h:1"\nport = 1\n', "unknown field `port`"),
         ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is no address"),
         ('[[peers]]\nname = "b"\naddress = "h:1"\n[[peers]]\nname = "b"\naddress = "h:2"\n', "two peers"),
+        ('[[peer]]\nname = "b"\naddress = "h:1"\n', "unknown field `peer`; its tables are"),
     ],
-    ids=["no TOML", "no address", "unknown key", "bad address", "twice"],
+    ids=["no TOML", "no address", "unknown key", "bad address", "twice", "unknown table"],
 )
 def test_a_broken_file_is_named(tmp_path, content, message):
     file = tmp_path / "peers.toml"

@@ -142,10 +142,14 @@ def test_a_file_of_links(tmp_path):
     [
         ("[links", "this is no TOML"),
         ("[links.moon]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "links are device, host, rack, network, else"),
-        ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", "Expected `float` > 0.0"),
-        ("[links.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\nmood = 1\n", "unknown field `mood`"),
+        ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", "links.rack: Expected `float` > 0.0"),
+        (
+            "[links.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\nmood = 1\n",
+            "rack: .* unknown field `mood`",
+        ),
+        ("[link.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "unknown field `link`; its tables are "),
     ],
-    ids=["no TOML", "unknown place", "no bandwidth", "unknown key"],
+    ids=["no TOML", "unknown place", "no bandwidth", "unknown key", "unknown table"],
 )
 def test_a_broken_file_is_named(tmp_path, content, message):
     file = tmp_path / "nodes.toml"

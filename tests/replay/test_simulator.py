@@ -14,6 +14,7 @@ from replay.made_trace import make_random_records, record, write_trace
 import kv_pool
 from kv_pool import BlockRemoved, BlockStored, InvalidArgumentError, TraceError
 from kv_pool.events.event_publisher import NullEventPublisher
+from kv_pool.replay import simulator
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.simulator import CLOCKS, ReplaySettings, run_replay
@@ -89,10 +90,24 @@ def test_progress_is_told_while_the_replay_runs(trace, clock):
     told = []
     run_replay(ReplaySettings(trace, 20, clock=clock, trace_block_size=8), told.append)
     assert told[0].num_requests == 1
-    assert 0 < told[0].share <= 1
+    assert 0 <= told[0].share <= 1
     assert told[0].token_hit_rate == 0
     assert 0 <= told[0].usage <= 1
-    assert all(before.num_requests < after.num_requests for before, after in pairwise(told))
+    assert all(before.num_requests <= after.num_requests for before, after in pairwise(told))
+
+
+def test_progress_does_not_stand_at_the_end_while_requests_wait(tmp_path, monkeypatch):
+    """It was the share of the file read, which is over long before a queue of requests is."""
+    monkeypatch.setattr(simulator, "_SECONDS_BETWEEN_PROGRESS", 0.0)
+    path = write_trace(tmp_path / "trace.jsonl", [record(8, [number], 80, 0) for number in range(20)])
+    told = []
+    run_replay(ReplaySettings(str(path), 30, clock="trace", trace_block_size=8), told.append)
+    shares = [progress.share for progress in told]
+    assert shares == sorted(shares)
+    all_have_arrived = [progress.share for progress in told if progress.num_requests == 20]
+    assert all_have_arrived[0] < 0.2
+    assert len(set(all_have_arrived)) > 10
+    assert shares[-1] > 0.9
 
 
 class Collector(NullEventPublisher):

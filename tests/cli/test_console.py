@@ -1,0 +1,130 @@
+"""Output in any encoding, to readers that go away, in narrow terminals and in pipes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from cli.kv_pool_command import kv_pool_command
+from cli.serving import serving
+from replay.made_trace import record, write_trace
+from rich.console import Console
+from rich.table import Table
+
+from kv_pool.cli.console import print_table
+from kv_pool.cli.migration_status import draw
+from kv_pool.control.node_reports import MigrationList
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+
+SIZES = ("--trace-block-size", "8", "--blocks", "50")
+REPLAY = f"replay trace.jsonl {' '.join(SIZES)}"
+SWEEP = f"sweep trace.jsonl {' '.join(SIZES)}"
+ROW = ("a-name-of-some-length", "1,234,567,890", "several words of explanation that may be folded")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3]), record(32, [1, 2, 4, 5])])
+    return tmp_path
+
+
+def print_to(width, is_terminal):
+    console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row(*ROW)
+    print_table(table, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 60, 80])
+def test_a_narrow_terminal_folds_words_and_keeps_names_and_numbers(width):
+    printed = print_to(width, is_terminal=True)
+    assert ROW[0] in printed
+    assert ROW[1] in printed
+    assert all(word in printed for word in ROW[2].split())
+    assert ROW[2] not in printed
+
+
+def test_nothing_is_folded_in_a_pipe():
+    assert all(cell in print_to(80, is_terminal=False) for cell in ROW)
+
+
+def test_sweep_bars_and_info_paths_stay_whole_at_80_columns(folder):
+    write_trace(folder / "trace.jsonl", [record(32, [1, 2, 3, 4])] * 50)
+    done = kv_pool_command("sweep", "trace.jsonl", *SIZES, cwd=folder, COLUMNS="80")
+    [row] = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    share = float(row.split("│")[2].strip().removesuffix("%")) / 100
+    assert row.count("█") == round(16 * share) > 8
+    done = kv_pool_command("info", cwd=folder, COLUMNS="40")
+    assert "…" not in done.stdout
+    assert json.loads(kv_pool_command("info", "--json", cwd=folder).stdout)["installed in"] in done.stdout
+
+
+def make_status(name):
+    return MigrationStatus(
+        migration_id="1" * 32,
+        subject="sequence 1234567890123",
+        peer=name,
+        direction="out",
+        is_move=True,
+        phase=MigrationPhase.DONE,
+        started=0.0,
+    )
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_watched_migration_keeps_its_id_and_phase_whole(width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(draw(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20, console))
+    [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
+    assert row.split()[:3] == ["sequence", "1234567890123", "done"]
+    assert "…" not in row
+
+
+def test_markup_and_escapes_in_names_of_other_nodes_are_shown():
+    console = Console(file=io.StringIO(), width=120)
+    print_table(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20), console)
+    printed = console.file.getvalue()
+    assert "\x1b" not in printed
+    assert r"node [/x]\x1b[2J" in printed
+    assert r"move to [bold]b\x1b[31m" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "serve --help", "info", REPLAY, SWEEP],
+)
+def test_an_ascii_terminal_is_no_traceback(folder, arguments):
+    done = kv_pool_command(*arguments.split(), cwd=folder, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("command", ["stats", "defrag", "layout", "sequences"])
+def test_an_ascii_terminal_is_no_traceback_when_asking_a_pool(folder, command):
+    with serving("trace.jsonl", *SIZES, "--block-size", "8", "--socket", "here.sock", cwd=folder):
+        done = kv_pool_command(command, "--socket", "here.sock", cwd=folder, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("arguments", ["info", "--help", REPLAY])
+def test_a_reader_that_has_gone_is_no_traceback(folder, arguments):
+    readable, writable = os.pipe()
+    os.close(readable)
+    done = subprocess.run(
+        [sys.executable, "-m", "kv_pool", *arguments.split()],
+        cwd=folder,
+        stdout=writable,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writable)
+    assert done.stderr == b""
+    assert done.returncode in (1, 141)

@@ -1,0 +1,66 @@
+"""Files that results go to: checked before the work, and no result is lost for want of one."""
+
+import json
+
+import pytest
+from cli.kv_pool_command import kv_pool_command
+from replay.made_trace import record, write_trace
+
+SIZES = ("--trace-block-size", "8", "--blocks", "50")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    # The second line is broken: what reads that far has begun the work.
+    write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3]), record(32, [1, 2, 4, 5])])
+    write_trace(tmp_path / "broken.jsonl", [record(24, [1, 2, 3]), record(32, [1])])
+    (tmp_path / "folder.png").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "replay broken.jsonl --json nowhere/r.json",
+            "nowhere/r.json: can not write the report: there is no",
+        ),
+        ("replay broken.jsonl --json folder.png", "folder.png: can not write the report: it is a folder"),
+        (
+            "sweep broken.jsonl --json nowhere/r.json",
+            "nowhere/r.json: can not write the report: there is no",
+        ),
+        ("sweep broken.jsonl --png folder.png", "folder.png: can not write the picture: it is a folder"),
+        (
+            "sweep broken.jsonl --png curve.xyz",
+            "curve.xyz: can not write the picture: its name has to end in",
+        ),
+        ("sweep broken.jsonl --png curve", "curve: can not write the picture: its name has to end in"),
+    ],
+)
+def test_an_output_that_can_not_be_written_stops_it_before_the_work(folder, arguments, message):
+    done = kv_pool_command(*arguments.split(), *SIZES, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {message}" in done.stderr
+
+
+def test_a_report_that_finds_no_room_on_disk_is_printed(folder):
+    done = kv_pool_command("replay", "trace.jsonl", *SIZES, "--json", "/dev/full", cwd=folder)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["requests"] == 2
+    assert "No space left on device; the report is on standard output instead" in done.stderr
+
+
+def test_sweep_json_that_finds_no_room_on_disk_is_printed(folder):
+    done = kv_pool_command("sweep", "trace.jsonl", *SIZES, "--json", "/dev/full", cwd=folder)
+    assert done.returncode == 2
+    assert [report["num_blocks"] for report in json.loads(done.stdout)] == [50]
+
+
+def test_a_second_sweep_does_not_overwrite_the_first_curve(folder):
+    for name in ("sweep.png", "sweep-2.png", "sweep-3.png"):
+        done = kv_pool_command("sweep", "trace.jsonl", *SIZES, cwd=folder)
+        assert done.stdout.endswith(f"curve: {name}\n")
+    named = kv_pool_command("sweep", "trace.jsonl", *SIZES, "--png", "sweep.png", cwd=folder)
+    assert named.stdout.endswith("curve: sweep.png\n")
+    assert len(list(folder.glob("sweep*.png"))) == 3
