@@ -183,9 +183,14 @@ static int KVPool_Document(PyObject *globals) {
             continue; // imported
         if (!is_class)
             Py_SET_TYPE(object, &KVPool_Function);
-        else if (PyDict_GetItemString(((PyTypeObject *)object)->tp_dict, "__mypyc_attrs__") != NULL &&
-                 KVPool_DocumentClass((PyTypeObject *)object) < 0)
-            return -1;
+        else if (PyDict_GetItemString(((PyTypeObject *)object)->tp_dict, "__mypyc_attrs__") != NULL) {
+            if (KVPool_DocumentClass((PyTypeObject *)object) < 0)
+                return -1;
+        } else { // a class that mypyc leaves to Python, such as a NamedTuple; it loses the docstring only
+            if (KVPool_SetClassAttribute((PyTypeObject *)object, "__doc__") < 0)
+                return -1;
+            PyType_Modified((PyTypeObject *)object);
+        }
     }
     return PyErr_Occurred() ? -1 : 0;
 }

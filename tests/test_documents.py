@@ -18,6 +18,7 @@ EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
 TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
 REPLAY_README = (ROOT / "kv_pool" / "replay" / "README.md").read_text()
 MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
+ADAPTER_README = (ROOT / "kv_pool" / "adapter" / "README.md").read_text()
 MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
@@ -113,6 +114,14 @@ def test_the_guide_for_schedulers_prints_what_it_says():
     assert told.stdout == output
 
 
+def test_the_guide_to_pools_by_id_prints_what_it_says():
+    """One program from the first line to the last."""
+    code = "".join(re.findall(r"```python\n(.*?)```", ADAPTER_README, re.DOTALL))
+    output = "".join(re.findall(r"```text\n(.*?)```", ADAPTER_README, re.DOTALL))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == output
+
+
 def test_the_guide_to_tiers_prints_what_it_says():
     """One program from the first line to the last."""
     code = "".join(re.findall(r"```python\n(.*?)```", TIERS_README, re.DOTALL))
@@ -145,6 +154,7 @@ def test_links_in_the_documents_lead_somewhere():
     for document in (
         ROOT / "README.md",
         ROOT / "kv_pool" / "README.md",
+        ROOT / "kv_pool" / "adapter" / "README.md",
         ROOT / "kv_pool" / "events" / "README.md",
         ROOT / "kv_pool" / "integrations" / "README.md",
         ROOT / "kv_pool" / "manager" / "README.md",

@@ -67,6 +67,56 @@ def is_allowed(source, target):
     return source == target or LAYERS[target] < LAYERS[source]
 
 
+def list_imported_modules(path):
+    """Modules of the same part that a file imports outside of functions, for the type checker included."""
+    own = ".".join(("kv_pool", *path.relative_to(PACKAGE).with_suffix("").parts))
+    part = ".".join(own.split(".")[:2])
+    pending = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If | ast.Try):
+            pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith(part + "."):
+            yield node.module
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith(part):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def find_circle(imports):
+    """The modules of a circle of imports, in order; [] if there is none."""
+    done = set()
+
+    def visit(module, way):
+        if module in way:
+            return way[way.index(module) :]
+        if module in done or module not in imports:
+            return []
+        for imported in imports[module]:
+            circle = visit(imported, [*way, module])
+            if circle:
+                return circle
+        done.add(module)
+        return []
+
+    return next(filter(None, (visit(module, []) for module in imports)), [])
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    imports = {
+        ".".join(("kv_pool", *path.relative_to(PACKAGE).with_suffix("").parts)): [
+            *list_imported_modules(path)
+        ]
+        for path in FILES
+        if path.name != "__init__.py"
+    }
+    assert find_circle(imports) == []
+
+
+def test_a_circle_would_be_noticed():
+    assert find_circle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c"]
+    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
 def test_the_package_is_where_this_test_looks():
     assert len(FILES) > 20
 

@@ -253,7 +253,14 @@ class Wrong:
 
 
 WRONG_VALUES = {int: ["1", 1.5, Wrong()], str: [5, Wrong()], bool: ["yes", Wrong()], float: ["1", Wrong()]}
-HANDED_OVER = {"take_onto", "take_onto_after", "take_listed_onto", "touch_onto", "free_out_of"}
+HANDED_OVER = {
+    "take_onto",
+    "take_onto_after",
+    "take_listed_onto",
+    "take_run_onto",
+    "touch_onto",
+    "free_out_of",
+}
 NOT_WALKED = {
     BlockPool: HANDED_OVER,  # for what builds on pools: lists that the pool changes
     RunBlockPool: HANDED_OVER,

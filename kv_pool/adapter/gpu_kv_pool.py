@@ -729,7 +729,7 @@ class GPUKVPool(KVPoolProtocol):
             InvalidArgumentError: they have the same device id, another one has it, or block sizes differ.
         """
         check_type("peer", peer, GPUKVPool)
-        self._routes.connect(peer)
+        self._routes.connect(peer._routes)
 
     def attach(self, migrator: "Migrator", devices: dict[int, str]) -> None:
         """Let blocks migrate to other nodes as well: `devices` says which node is which device.

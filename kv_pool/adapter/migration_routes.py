@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from kv_pool.adapter.site_pool import SitePool
 from kv_pool.errors import InvalidArgumentError, UnknownDeviceError
 from kv_pool.ids import BlockMove
 
 if TYPE_CHECKING:
-    from kv_pool.adapter.gpu_kv_pool import GPUKVPool
     from kv_pool.adapter.migration_site import GPUKVPoolSite
     from kv_pool.migration.migrator import Migrator
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 class MigrationRoutes:
     """Connected pools of this process, and devices that are other nodes."""
 
-    def __init__(self, pool: GPUKVPool) -> None:
+    def __init__(self, pool: SitePool) -> None:
         self._pool = pool
         self._site: GPUKVPoolSite | None = None
-        self._pools: dict[int, GPUKVPool] = {}
+        self._peers: dict[int, MigrationRoutes] = {}
         self._nodes: dict[int, tuple[Migrator, str]] = {}
 
-    def connect(self, peer: GPUKVPool) -> None:
-        """See `GPUKVPool.connect`."""
-        pool = self._pool
-        for here, other in ((pool, peer), (peer, pool)):
-            routes = here._routes
-            known = routes._pools.get(other.device_id, other)
-            if other.device_id == here.device_id or known is not other or other.device_id in routes._nodes:
-                raise InvalidArgumentError(f"device {other.device_id} is known here already")
-        if peer.block_size != pool.block_size:
-            raise InvalidArgumentError(f"blocks of {pool.block_size} tokens here, {peer.block_size} there")
-        self._pools[peer.device_id] = peer
-        peer._routes._pools[pool.device_id] = pool
+    def connect(self, peer: MigrationRoutes) -> None:
+        """Connect to the pool of these routes. See `GPUKVPool.connect`."""
+        for here, other in ((self, peer), (peer, self)):
+            device_id = other._pool.device_id
+            known = here._peers.get(device_id, other)
+            if device_id == here._pool.device_id or known is not other or device_id in here._nodes:
+                raise InvalidArgumentError(f"device {device_id} is known here already")
+        here_size, there_size = self._pool.block_size, peer._pool.block_size
+        if there_size != here_size:
+            raise InvalidArgumentError(f"blocks of {here_size} tokens here, {there_size} there")
+        self._peers[peer._pool.device_id] = peer
+        peer._peers[self._pool.device_id] = self
 
     def attach(self, migrator: Migrator, devices: dict[int, str]) -> None:
         """See `GPUKVPool.attach`."""
         for device_id in devices:
-            if device_id == self._pool.device_id or device_id in self._pools:
+            if device_id == self._pool.device_id or device_id in self._peers:
                 raise InvalidArgumentError(f"device {device_id} is known here already")
         self._nodes.update({device_id: (migrator, name) for device_id, name in devices.items()})
 
@@ -52,9 +52,9 @@ class MigrationRoutes:
 
     def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
         """See `GPUKVPool.migrate_blocks`."""
-        peer = self._pools.get(device_id)
+        peer = self._peers.get(device_id)
         if peer is not None:
-            return move_blocks(self.find_site(), peer._routes.find_site(), block_ids)
+            return move_blocks(self.find_site(), peer.find_site(), block_ids)
         if device_id not in self._nodes:
             self._refuse(device_id)
         from kv_pool.migration.subjects import BlocksSubject
@@ -78,7 +78,7 @@ class MigrationRoutes:
     def _refuse(self, device_id: int) -> None:
         raise UnknownDeviceError(
             f"device {device_id!r} is not connected to device {self._pool.device_id}; "
-            f"connected are {sorted({*self._pools, *self._nodes})}. See connect() and attach()."
+            f"connected are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
         )
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.holdings import Holder, as_new_id
 from kv_pool.adapter.sequence_owner import SequenceOwner
+from kv_pool.adapter.site_pool import SitePool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash, get_group_id
@@ -81,7 +81,7 @@ class GPUKVPoolSite(MigrationSite):
 
     def __init__(
         self,
-        pool: GPUKVPool,
+        pool: SitePool,
         *,
         hasher: BlockHasher | None = None,
         owner: SequenceOwner | None = None,

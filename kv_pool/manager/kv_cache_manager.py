@@ -703,7 +703,7 @@ class KVCacheManager:
             if not hits and not num_skipped:
                 continue
             table = tables[group.group_id]
-            used = as_list("hits", hits[num_skipped:] if num_skipped else hits)
+            used = as_list("cached_prefix", hits[num_skipped:] if num_skipped else hits)
             if num_skipped:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
                 table.num_null_blocks = num_skipped

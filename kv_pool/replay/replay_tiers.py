@@ -6,9 +6,10 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.link import Link
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import TierReport
-from kv_pool.tiers.read_back import TierHit, TierReadBack
+from kv_pool.tiers.read_back import TierReadBack
 from kv_pool.tiers.read_back_plan import ReadBackPlan
 from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
 

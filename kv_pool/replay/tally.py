@@ -13,7 +13,7 @@ from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
 from kv_pool.replay.request_outcomes import OutcomeNotes
-from kv_pool.tiers.read_back import TierHit
+from kv_pool.tiers.tier_hit import TierHit
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.swap.host_prefix import HostPrefixes
 from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.tiers.read_back_plan import ReadBackPlan
+from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tier_lookup import TierLookup
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -25,22 +26,6 @@ class AdmittableRequest(SchedulableRequest, Protocol):
     """A request that is told how much of it is computed."""
 
     num_computed_tokens: int
-
-
-class TierHit(NamedTuple):
-    """What tiers have of a request, right after what the device has.
-
-    Attributes:
-        request_id: whose prefix it is.
-        num_device_tokens: tokens in front of it, which are on the device.
-        num_tokens: tokens that tiers have; 0 for none.
-        num_tokens_by_medium: of these, by the coldest medium that is read for them; all media of tiers.
-    """
-
-    request_id: str
-    num_device_tokens: int
-    num_tokens: int
-    num_tokens_by_medium: dict[str, int]
 
 
 class ReadBackStatistics(msgspec.Struct):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
@@ -14,10 +13,8 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.swap.plan import PlanState
 from kv_pool.manager.swap.sides import DeviceSide, list_tail_first
+from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
-
-if TYPE_CHECKING:
-    from kv_pool.tiers.read_back import TierHit
 
 
 class ReadBackPlan:

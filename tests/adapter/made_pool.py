@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
-from kv_pool.contiguous import invariants
+from kv_pool.adapter import invariants
 from kv_pool.storage import KVStorage
 
 
@@ -59,7 +59,7 @@ def check(pool, others=()):
 
     `others` are the blocks on which somebody else has a reference, once for each.
     """
-    invariants.check(pool.block_pool)
+    invariants.check(pool, others)
     references = {}
     for sequence_id in pool.list_sequences():
         held = pool.blocks_of(sequence_id)

@@ -190,7 +190,7 @@ def test_with_lookahead_an_event_tells_the_tokens_after_each_block():
 def test_a_request_that_can_not_be_announced_caches_nothing():
     pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
     request = make_request([hash_of(11)])
-    del request.session_id
+    del request.cache_salt
     with pytest.raises(AttributeError):
         pool.cache_full_blocks(request, blocks(pool, 2), 0, 1, 4, 0)
     assert state(pool) == "free: 3 | in use: 1* 2"

@@ -331,9 +331,7 @@ def test_numpy_counts_will_do():
     assert ids(manager.allocate_slots(make_request("a", range(8)), np.int64(8))[0]) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "field", ["all_token_ids", "lora_request", "mm_features", "cache_salt", "session_id"]
-)
+@pytest.mark.parametrize("field", ["all_token_ids", "lora_request", "mm_features", "cache_salt"])
 def test_a_request_that_can_not_be_announced_changes_nothing(field):
     manager = make_manager(enable_kv_cache_events=True)
     first = make_request("a", range(8))

@@ -1,0 +1,98 @@
+"""The numbered truths about a `GPUKVPool`, each one executable; beside those of `contiguous/invariants.py`.
+
+    A1  every sequence in `holders` is there under its own id and holds at least one block
+    A2  first_holders[b] and later_holders[b] are the sequences whose blocks include b; no list is empty
+    A3  a held block is this pool's, not null, and in use
+    A4  ref_cnt(b) == sequences that hold b + references of others, for every block but the null block
+    A5  every pinned block is held by a sequence; there are no more than `max_pinned_blocks`
+    A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
+    A7  no references wait to be booked or given back
+
+They hold whenever no method of the pool is running. Never compiled: for tests, and for changes here.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.adapter.holdings import Holder
+from kv_pool.contiguous import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import CorruptedPoolError
+
+
+def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
+    """Verify the invariants of the block pool and A1 to A7. O(number of blocks). Raises CorruptedPoolError.
+
+    Args:
+        others: the blocks that something besides sequences has referenced, once for each reference: a
+            transfer, or a caller of `block_pool`.
+    """
+    with pool.lock:
+        invariants.check(pool.block_pool)
+        holders = _check_sequences(pool)
+        _check_references(pool, holders, Counter(others))
+        _check_pins_and_sizes(pool)
+
+
+def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
+    """A1, A2, A3 and A7. Returns the sequences that hold each block."""
+    holdings = pool.holdings
+    found: dict[KVCacheBlock, list[Holder]] = {}
+    for sequence_id, holder in holdings.holders.items():
+        if holder.sequence_id != sequence_id or not holder.blocks:
+            raise CorruptedPoolError(
+                f"A1: sequence {holder.sequence_id} is kept as {sequence_id} with {len(holder.blocks)} blocks"
+            )
+        for block in holder.blocks:
+            found.setdefault(block, []).append(holder)
+            if block.is_null or block.ref_cnt < 1 or pool.block_pool.blocks[block.block_id] is not block:
+                raise CorruptedPoolError(f"A3: sequence {sequence_id} holds {block!r}")
+    for block in {*found, *holdings.first_holders, *holdings.later_holders}:
+        booked = [*holdings.later_holders.get(block, ())]
+        if block in holdings.later_holders and not booked:
+            raise CorruptedPoolError(f"A2: block {block.block_id} has an empty list of later holders")
+        if block in holdings.first_holders:
+            booked.append(holdings.first_holders[block])
+        if Counter(map(id, booked)) != Counter(map(id, found.get(block, ()))):
+            raise CorruptedPoolError(
+                f"A2: block {block.block_id} is booked for sequences {_list_ids(booked)} and held by "
+                f"{_list_ids(found.get(block, []))}"
+            )
+    if holdings.arriving:
+        raise CorruptedPoolError(f"A7: {len(holdings.arriving)} references wait to be booked")
+    return found
+
+
+def _check_references(
+    pool: GPUKVPool, holders: dict[KVCacheBlock, list[Holder]], others: Counter[KVCacheBlock]
+) -> None:
+    """A4."""
+    for block in pool.block_pool.blocks[1:]:
+        num_sequences = len(holders.get(block, ()))
+        if block.ref_cnt != num_sequences + others[block]:
+            raise CorruptedPoolError(
+                f"A4: block {block.block_id} has {block.ref_cnt} references, {num_sequences} of sequences "
+                f"and {others[block]} of others"
+            )
+
+
+def _check_pins_and_sizes(pool: GPUKVPool) -> None:
+    """A5 and A6."""
+    holdings = pool.holdings
+    if len(holdings.pins) > holdings.pins.max_pinned_blocks:
+        raise CorruptedPoolError(
+            f"A5: {len(holdings.pins)} blocks are pinned of {holdings.pins.max_pinned_blocks} at most"
+        )
+    for block in pool.block_pool.blocks:
+        if block in holdings.pins and block not in holdings.first_holders:
+            raise CorruptedPoolError(f"A5: block {block.block_id} is pinned and held by no sequence")
+    num_blocks = pool.block_pool.num_gpu_blocks
+    if num_blocks != pool.total_blocks + 1:
+        raise CorruptedPoolError(f"A6: {pool.total_blocks} blocks over a block pool of {num_blocks}")
+    if pool.storage is not None and pool.storage.num_blocks < num_blocks:
+        raise CorruptedPoolError(f"A6: a storage of {pool.storage.num_blocks} blocks for {num_blocks}")
+
+
+def _list_ids(holders: list[Holder]) -> list[int]:
+    return sorted(holder.sequence_id for holder in holders)

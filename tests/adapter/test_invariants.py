@@ -1,0 +1,91 @@
+"""Each invariant of the adapter notices the damage that it is about."""
+
+import pytest
+
+from kv_pool import BlockAllocationRequest, CorruptedPoolError, GPUKVPool
+from kv_pool.adapter.holdings import Holder
+from kv_pool.adapter.invariants import check
+
+
+def make_pool():
+    pool = GPUKVPool(10, 4)
+    pool.allocate(BlockAllocationRequest(3, 1))
+    pool.fork(1, 2, 2)
+    pool.pin([1])
+    return pool
+
+
+def test_a_pool_in_use_is_consistent():
+    pool = make_pool()
+    check(pool)
+    [taken] = pool.block_pool.get_new_blocks(1)
+    check(pool, [taken])
+
+
+def lose_a_block(pool):
+    pool.holdings.holders[2].blocks.clear()
+
+
+def forget_a_holder(pool):
+    del pool.holdings.first_holders[pool.block_pool.blocks[3]]
+
+
+def keep_an_empty_list(pool):
+    pool.holdings.later_holders[pool.block_pool.blocks[3]] = []
+
+
+def hold_a_free_block(pool):
+    pool.holdings.holders[1].blocks[pool.block_pool.blocks[9]] = None
+
+
+def count_a_reference_too_many(pool):
+    pool.block_pool.blocks[2].ref_cnt += 1
+
+
+def pin_too_many(pool):
+    pool.holdings.pins.max_pinned_blocks = 0
+
+
+def pin_a_free_block(pool):
+    pool.holdings.pins._counts[pool.block_pool.blocks[9]] = 1
+
+
+def miscount_the_blocks(pool):
+    pool.total_blocks = 9
+
+
+def leave_a_reference_unbooked(pool):
+    pool.holdings.arriving = [pool.block_pool.blocks[1]]
+
+
+def book_under_another_id(pool):
+    pool.holdings.holders[3] = Holder(4, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "number"),
+    [
+        (lose_a_block, "A1"),
+        (book_under_another_id, "A1"),
+        (forget_a_holder, "A2"),
+        (keep_an_empty_list, "A2"),
+        (hold_a_free_block, "A3"),
+        (count_a_reference_too_many, "A4"),
+        (pin_too_many, "A5"),
+        (pin_a_free_block, "A5"),
+        (miscount_the_blocks, "A6"),
+        (leave_a_reference_unbooked, "A7"),
+    ],
+)
+def test_damage_is_named_by_its_number(damage, number):
+    pool = make_pool()
+    damage(pool)
+    with pytest.raises(CorruptedPoolError, match=f"^{number}:"):
+        check(pool)
+
+
+def test_a_reference_of_nobody_is_noticed():
+    pool = make_pool()
+    pool.block_pool.get_new_blocks(1)
+    with pytest.raises(CorruptedPoolError, match=r"^A4: block 4 has 1 references"):
+        check(pool)
