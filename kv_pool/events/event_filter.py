@@ -1,5 +1,6 @@
 """`EventFilter`: which events are sent instead of those of a batch."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import astuple
@@ -19,6 +20,7 @@ class EventFilter:
         self.exact = exact
         self.dense = dense
         self.coalesce_removals = coalesce_removals
+        self._read_fields: Any = astuple
         self._joins_known = exact and coalesce_removals
         self._sent: list[KVCacheEvent] = []
         # Removals in a row from one place: the first event, the place's blocks, all hashes that are gone; the
@@ -35,11 +37,14 @@ class EventFilter:
         self._sent = sent
         self._first = None  # something is left of a call that raised
         self._blocks = None
+        # A local name is read faster than one of the module, for each event.
+        stored: Any = BlockStored
+        removed: Any = BlockRemoved
         for event in events:
             kind = type(event)
-            if kind is BlockStored:
+            if kind is stored:
                 self._store(event, False)
-            elif kind is BlockRemoved or isinstance(event, BlockRemoved):
+            elif kind is removed or isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._end_removals()
@@ -89,18 +94,22 @@ class EventFilter:
 
     def _remove(self, event: Any) -> None:
         resident = self.resident
-        fields: tuple[Any, ...] = astuple(event)
+        fields: tuple[Any, ...] = self._read_fields(event)
         blocks = resident.find_blocks(fields[1], fields[2], fields[3], fields[4])
         hashes: list[Any] = fields[HASHES]
-        gone: list[Any] = []
-        is_known = True
-        joins_known = self._joins_known and self._seen is None and blocks is self._blocks and len(hashes) == 1
-        for block_hash in hashes:
+        if self._joins_known and len(hashes) == 1 and blocks is self._blocks and self._seen is None:
+            # Most removals of a pool. None of the lists below is needed.
+            block_hash = hashes[0]
             num_copies = resident.remove(blocks, block_hash)
-            if num_copies == 1 and joins_known:  # most removals of a pool
+            if num_copies == 1:
                 self._hashes.append(block_hash)
                 self._is_whole = False
+            if num_copies:
                 return
+        gone: list[Any] = []
+        is_known = True
+        for block_hash in hashes:
+            num_copies = resident.remove(blocks, block_hash)
             if num_copies < 2:
                 gone.append(block_hash)
                 is_known = is_known and num_copies == 1
@@ -149,14 +158,22 @@ class EventFilter:
         self._blocks = None
 
 
+def list_others(events: Iterable[Any]) -> list[Any]:
+    """Return the events that are not removals."""
+    removed: Any = BlockRemoved
+    return [event for event in events if type(event) is not removed]
+
+
 def adopt_all(events: list[Any]) -> list[Any]:
     """Return the events as ours, an engine's own classes included.
 
     Raises:
         InvalidTypeError: as `adopt`.
     """
+    stored: Any = BlockStored
+    removed: Any = BlockRemoved
     for event in events:
         kind = type(event)
-        if kind is not BlockRemoved and kind is not BlockStored:
+        if kind is not removed and kind is not stored:
             return [adopt(one) for one in events]
     return events
