@@ -825,7 +825,7 @@ class BlockRetention:
         self._pins.rebuild(pinned)
 
     def _end_lost_sessions(self) -> None:
-        """Take the claims off that are of sessions which were not yet, or no more, in the list of sessions."""
+        """Remove the claims of sessions that are not in the list of sessions."""
         known: set[Claim] = set()
         for session in self._sessions.by_id.values():
             known.add(session.claim)
