@@ -152,6 +152,7 @@ class RunPoolCore(BlockPoolCore):
                 index.note_range_taken(first, first + num_blocks)
                 take_chosen(self, index, taken, onto)
             except BaseException:
+                index.is_stale = True
                 self.rebuild_index()
                 raise
             if not index.is_stale:
@@ -170,7 +171,9 @@ class RunPoolCore(BlockPoolCore):
             take_listed(self, listed, onto)
             self.run_index.note_taken(listed, self._owner)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -184,7 +187,9 @@ class RunPoolCore(BlockPoolCore):
             touch_all(self, listed, onto)
             self.run_index.note_taken(listed, self._owner)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     # ---- giving back -----------------------------------------------------------------------------
@@ -196,7 +201,9 @@ class RunPoolCore(BlockPoolCore):
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
@@ -210,7 +217,9 @@ class RunPoolCore(BlockPoolCore):
         except BaseException as error:
             if is_freed:
                 ordered_blocks.clear()
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
@@ -220,7 +229,9 @@ class RunPoolCore(BlockPoolCore):
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self._owner, num_free, True, True)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -231,7 +242,9 @@ class RunPoolCore(BlockPoolCore):
                 if block_id not in self._reuse_watchers:
                     self.run_index.note_emptied(block_id)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def reset_prefix_cache(self) -> bool:
@@ -241,7 +254,9 @@ class RunPoolCore(BlockPoolCore):
             if is_done:
                 self.run_index.note_all_emptied()
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
         return is_done
 
@@ -281,15 +296,16 @@ class RunPoolCore(BlockPoolCore):
         ]
         self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
 
-    def _follow(self, error: BaseException) -> None:
-        """Bring the index in line with the pool after a call that raised."""
+    def _follow(self, error: BaseException, was_stale: bool) -> None:
+        """Bring the index, which is marked as stale, in line with the pool after a call that raised."""
         if (
             isinstance(error, KVPoolError)
-            and not self.run_index.is_stale
+            and not was_stale
             and self.metrics_collector is None
             and self.colder_tiers is None
             and not self._reuse_watchers
         ):
+            self.run_index.is_stale = False
             return  # a refusal, with nothing changed
         self.rebuild_index()
 
@@ -305,7 +321,9 @@ class RunPoolCore(BlockPoolCore):
             super().swap_block_ids(pairs)
             self.run_index.swap(pairs)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
         on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
         if on_ids_swapped is not None:
@@ -320,7 +338,9 @@ class RunPoolCore(BlockPoolCore):
             super().add_blocks(num_blocks)
             self.run_index.resize(self.num_gpu_blocks)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def remove_last_blocks(self, num_blocks: int) -> None:
@@ -328,7 +348,9 @@ class RunPoolCore(BlockPoolCore):
             super().remove_last_blocks(num_blocks)
             self.run_index.resize(self.num_gpu_blocks)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def grow(self, num_blocks: int) -> None:
@@ -380,7 +402,9 @@ def take_in_order(
         taken = take_first(pool, num_blocks, onto)
         index.note_taken(taken, pool._owner)
     except BaseException as error:
-        pool._follow(error)
+        was_stale = index.is_stale
+        index.is_stale = True
+        pool._follow(error, was_stale)
         raise
     return taken
 

@@ -1,4 +1,4 @@
-"""Calls of a `GPUKVPoolSite` that a signal handler breaks off: no reference, hold or barred sequence is left."""
+"""Calls of a `GPUKVPoolSite` that a signal handler breaks off: no reference, hold or bar is left behind."""
 
 import pytest
 from adapter.made_pool import check, make, make_storage, take
