@@ -55,6 +55,7 @@ MANAGER = (
     "retention/retention_ids",
     "retention/segments",
     "retention/sessions",
+    "retention/unfinished",
     "slot_needs",
     "table_rows",
 )
