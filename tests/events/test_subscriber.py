@@ -159,6 +159,7 @@ def test_a_mirror_that_lost_batches_to_unanswered_replays_heals():
     with our_publisher() as publisher, WirePublisher() as unanswering:
         unanswering.ignores_requests = True
         publisher.publish(life.step())
+        wait_until_sent(publisher, 1)  # without a subscriber: this batch is lost
         subscriber = KVEventSubscriber(
             publisher.endpoint, unanswering.replay_endpoint, replay_timeout_s=0.05, max_attempts=3
         )
