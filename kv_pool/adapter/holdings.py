@@ -78,10 +78,14 @@ class Holdings:
         self._joining = holder
         first_holders = self.first_holders
         added = dict.fromkeys(blocks, holder)
-        if self.later_holders or not first_holders.keys().isdisjoint(added):
+        later_holders = self.later_holders
+        if later_holders or not first_holders.keys().isdisjoint(added):
             for block in blocks:
                 if block in first_holders:
-                    self.later_holders.setdefault(block, []).append(holder)
+                    if block in later_holders:
+                        later_holders[block].append(holder)
+                    else:
+                        later_holders[block] = [holder]
                     del added[block]
         first_holders.update(added)
         holder.blocks.update(dict.fromkeys(blocks))
@@ -131,11 +135,13 @@ class Holdings:
             self._leaving = []
             raise
         first_holders = self.first_holders
+        later_holders = self.later_holders
         for holder, block in drops:
-            del holder.blocks[block]
-            if not holder.blocks:
+            held = holder.blocks
+            del held[block]
+            if not held:
                 del self.holders[holder.sequence_id]
-            if block in self.later_holders:
+            if block in later_holders:
                 self._drop_shared(holder, block)
             else:
                 del first_holders[block]

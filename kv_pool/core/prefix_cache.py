@@ -685,8 +685,8 @@ def add_keys(
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
     owner = pool._owner
-    num_added = 0
-    num_keys = len(entries)
+    num_added: i64 = 0
+    num_keys: i64 = len(entries)
     try:
         for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
             num_tokens += block_size

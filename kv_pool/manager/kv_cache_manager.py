@@ -387,6 +387,8 @@ class KVCacheManager:
             return None
 
         is_new = tables is None
+        if not (is_new or need or num_to_cache or self._has_forks):
+            return self._no_blocks
         if tables is None:
             tables = [BlockTable() for _ in self._groups]
         else:
