@@ -119,17 +119,21 @@ def alarm_that_raises():
 
 
 def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):
-    """Call `step()` again and again until a signal that comes at a random time raises."""
+    """Call `step()` again and again until a signal that comes at a random time raises.
+
+    A signal whose exception is ignored, because it arrives in a finalizer, is sent again.
+    """
     try:
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, longest_s))
         while True:
-            step()
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, longest_s))
+            for _ in range(10_000):
+                step()
     except Interrupt:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class SecondInterrupt:
-    """Raises `Interrupt` at the `moment`-th place after it was called for the first time, in frames entered since.
+    """Raises `Interrupt` at the `moment`-th place after the first call, in frames entered since.
 
     Let a recovery call it as it begins.
     """

@@ -81,8 +81,8 @@ class RunPoolCore(BlockPoolCore):
             num_blocks = as_int("num_blocks", num_blocks)
         return take_in_order(self, 0, num_blocks, None)
 
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
-        take_in_order(self, 0, num_blocks, blocks)
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
+        return take_in_order(self, 0, num_blocks, blocks)
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
         """As `get_new_blocks`, but the ids next after `block`'s come first, if they are free and old enough.
@@ -95,9 +95,11 @@ class RunPoolCore(BlockPoolCore):
             refuse_type("block", block, "KVCacheBlock")
         return take_in_order(self, block.block_id + 1, num_blocks, None)
 
-    def take_onto_after(self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int) -> None:
+    def take_onto_after(
+        self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int
+    ) -> list[KVCacheBlock]:
         """As `get_new_blocks_after`; the blocks are appended to `blocks` in the same step."""
-        take_in_order(self, block.block_id + 1, num_blocks, blocks)
+        return take_in_order(self, block.block_id + 1, num_blocks, blocks)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.

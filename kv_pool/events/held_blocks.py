@@ -6,10 +6,14 @@ publisher -> (group, medium) -> HeldBlocks.keys: hash -> token key         what 
                                 HolderTable.token_holders: token key -> publishers
 ```
 
+While one publisher alone has blocks in a table, lookups of hashes read its `HeldBlocks.keys`; `holders` is
+empty, since each dict costs a cache miss per block stored and removed.
+
 A set of publishers is an int with a bit for each. Hashes, keys and bits are `Any` here: as typed ints they
 would be converted and created again at each step.
 """
 
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -26,6 +30,7 @@ MAX_MEDIUM_CHARS = 64
 """Longer names of media are refused."""
 
 _NO_KIND = frozenset({None, "unknown"})
+_ABSENT: Any = object()
 _MAX_64 = 2**64 - 1
 _MAX_BIT_SETS = 65536
 _MAX_DIGEST_BYTES = 64
@@ -36,12 +41,33 @@ class HolderTable:
 
     Attributes:
         num_users: publishers that hold blocks in here.
+        sole: while there was one publisher only, its `HeldBlocks.keys` and its bit; `holders` is empty then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sole: tuple[dict[Any, Any], Any]) -> None:
         self.holders: dict[Any, Any] = {}
         self.token_holders: dict[Any, Any] = {}
         self.num_users = 0
+        self.sole: tuple[dict[Any, Any], Any] | None = sole
+
+    def find_holders(self, hashes: Any) -> list[Any]:
+        """Return for each hash the publishers that hold it, as bits. Needs no lock."""
+        sole = self.sole
+        if sole is not None:
+            keys, bit = sole
+            return [bit if block_hash in keys else 0 for block_hash in hashes]
+        return list(map(self.holders.get, hashes, repeat(0)))
+
+    def find_token_holders(self, token_keys: Any) -> list[Any]:
+        """Return for each token key the publishers that hold it, as bits. Needs no lock."""
+        return list(map(self.token_holders.get, token_keys, repeat(0)))
+
+    def open(self) -> None:
+        """Get ready for a second publisher. O(blocks of the first), once."""
+        if self.sole is not None:
+            keys, bit = self.sole
+            self.holders = dict.fromkeys(keys, bit)  # complete before it is read
+            self.sole = None
 
 
 class HeldBlocks:
@@ -134,14 +160,18 @@ class HolderTables:
         keys = held.keys
         bit = publisher.bit
         table = held.table
-        num_stored = 0
+        holders = None if table is None or table.sole is not None else table.holders
+        num_before = len(keys)
+        num_held = num_before
         position = -1
         token_key: Any = None
         for block_hash in hashes:
             position += 1
             if token_keys is not None:
                 token_key = token_keys[position]
-            if block_hash in keys:
+            # One look-up per dict: with many blocks each of them is a cache miss.
+            keys.setdefault(block_hash, token_key)
+            if len(keys) == num_held:
                 counts.num_stored_again += 1
                 if publisher.counts_copies and not isinstance(event, BlockReported):
                     held.copies[block_hash] = held.copies.get(block_hash, 0) + 1
@@ -150,15 +180,14 @@ class HolderTables:
                     if table is not None:
                         self._add_token_key(held, table, bit, token_key)
                 continue
-            keys[block_hash] = token_key
-            num_stored += 1
-            if table is not None:
-                bits = table.holders.setdefault(block_hash, bit)
+            num_held += 1
+            if holders is not None:
+                bits = holders.setdefault(block_hash, bit)
                 if bits is not bit:
-                    table.holders[block_hash] = self._share(bits | bit)
-                if token_key is not None:
-                    self._add_token_key(held, table, bit, token_key)
-        counts.num_stored += num_stored
+                    holders[block_hash] = self._share(bits | bit)
+            if token_key is not None and table is not None:
+                self._add_token_key(held, table, bit, token_key)
+        counts.num_stored += num_held - num_before
         if not keys:
             self._drop_held(publisher, group, medium)
 
@@ -179,11 +208,10 @@ class HolderTables:
         copies = held.copies
         bit = publisher.bit
         table = held.table
-        num_removed = 0
+        holders = None if table is None or table.sole is not None else table.holders
+        num_before = len(keys)
+        pop = keys.pop
         for block_hash in hashes:
-            if block_hash not in keys:
-                counts.num_removed_unknown += 1
-                continue
             if copies and block_hash in copies:
                 num_copies = copies[block_hash]
                 if num_copies == 1:
@@ -191,14 +219,15 @@ class HolderTables:
                 else:
                     copies[block_hash] = num_copies - 1
                 continue
-            token_key = keys[block_hash]
-            del keys[block_hash]
-            num_removed += 1
-            if table is not None:
-                self._take_bit(table.holders, block_hash, bit)
-                if token_key is not None:
-                    self._drop_token_key(held, table, bit, token_key)
-        counts.num_removed += num_removed
+            token_key = pop(block_hash, _ABSENT)
+            if token_key is _ABSENT:
+                counts.num_removed_unknown += 1
+                continue
+            if holders is not None:
+                self._take_bit(holders, block_hash, bit)
+            if token_key is not None and table is not None:
+                self._drop_token_key(held, table, bit, token_key)
+        counts.num_removed += num_before - len(keys)
         if not keys:
             self._drop_held(publisher, group, medium)
 
@@ -206,7 +235,8 @@ class HolderTables:
         """Take a publisher off these (hash, token key) pairs of a table that it is about to leave."""
         bit = publisher.bit
         for block_hash, token_key in blocks:
-            self._take_bit(table.holders, block_hash, bit)
+            if table.sole is None:
+                self._take_bit(table.holders, block_hash, bit)
             if token_key is not None and token_key in table.token_holders:
                 self._take_bit(table.token_holders, token_key, bit)
 
@@ -251,13 +281,16 @@ class HolderTables:
     def _join_table(self, publisher: TrackedPublisher, group: int, medium: str, held: HeldBlocks) -> None:
         table = self.tables.get((group, medium))
         if table is None:
-            table = HolderTable()
+            table = HolderTable((held.keys, publisher.bit))
             self.tables = {**self.tables, (group, medium): table}
+        else:
+            table.open()
         table.num_users += 1
         held.table = table
         for block_hash, token_key in held.keys.items():
-            bits = table.holders.get(block_hash, 0)
-            table.holders[block_hash] = self._share(bits | publisher.bit)
+            if table.sole is None:
+                bits = table.holders.get(block_hash, 0)
+                table.holders[block_hash] = self._share(bits | publisher.bit)
             if token_key is not None:
                 self._add_token_key(held, table, publisher.bit, token_key)
 
@@ -318,14 +351,16 @@ class HolderTables:
             return None  # placeholders below 0 in place of tokens, or no tokens at all
 
     def _add_token_key(self, held: HeldBlocks, table: HolderTable, bit: Any, token_key: Any) -> None:
-        bits = table.token_holders.get(token_key)
-        if bits is None:
-            table.token_holders[token_key] = bit
-        elif bits & bit:
+        holders = table.token_holders
+        num_before = len(holders)
+        bits = holders.setdefault(token_key, bit)
+        if len(holders) > num_before:
+            return
+        if bits & bit:
             # Several hashes may lead to one key: the engine may hash more than is known here.
             held.key_copies[token_key] = held.key_copies.get(token_key, 0) + 1
         else:
-            table.token_holders[token_key] = self._share(bits | bit)
+            holders[token_key] = self._share(bits | bit)
 
     def _drop_token_key(self, held: HeldBlocks, table: HolderTable, bit: Any, token_key: Any) -> None:
         key_copies = held.key_copies

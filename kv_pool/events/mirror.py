@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import or_
 from typing import Any
 
@@ -189,7 +188,7 @@ class PrefixMirror:
         tables = self._choose_tables(group, medium)
         if not tables or not len(block_hashes):
             return {}
-        return self._count_leading([table.holders.get for table in tables], to_wire_hashes(block_hashes))
+        return self._count_leading([table.find_holders for table in tables], to_wire_hashes(block_hashes))
 
     def find_best(
         self,
@@ -231,7 +230,7 @@ class PrefixMirror:
         """
         if not self.learns_tokens:
             raise InvalidArgumentError("to find tokens, make the mirror with learns_tokens=True")
-        lookups = [table.token_holders.get for table in self._choose_tables(group, medium)]
+        lookups = [table.find_token_holders for table in self._choose_tables(group, medium)]
         found: dict[str, int] = {}
         for block_size in self._held.block_sizes if lookups else ():
             keys = chain_keys(root_key(lora_name), token_ids, block_size, extra_keys, lora_name)
@@ -313,7 +312,7 @@ class PrefixMirror:
         ]
 
     def _count_leading(
-        self, lookups: Sequence[Callable[[int, int], int]], keys: Sequence[int]
+        self, lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]
     ) -> dict[str, int]:
         """Per publisher, how many of the first `keys` it holds."""
         found: dict[str, int] = {}
@@ -347,9 +346,11 @@ class PrefixMirror:
                 found[publisher_id] = position
 
 
-def find_holders(lookups: Sequence[Callable[[int, int], int]], keys: Sequence[int]) -> list[int]:
-    """For each key the publishers that hold it in any of the tables, as bits."""
-    held_by = list(map(lookups[0], keys, repeat(0)))
+def find_holders(
+    lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]
+) -> list[int]:
+    """Return for each key the publishers that hold it in any of the tables, as bits."""
+    held_by = lookups[0](keys)
     for look_up in lookups[1:]:
-        held_by = list(map(or_, held_by, map(look_up, keys, repeat(0))))
+        held_by = list(map(or_, held_by, look_up(keys)))
     return held_by

@@ -446,6 +446,12 @@ def check_bounds(**bounds: int) -> None:
 def receive(one: "zmq.SyncSocket") -> list[bytes] | None:
     """The next message of a socket, None if there is none yet."""
     try:
-        return one.recv_multipart(zmq.NOBLOCK)
+        frame = one.recv(zmq.NOBLOCK, copy=False, track=False)
     except zmq.Again:
         return None
+    # Not `recv_multipart`, which takes 1 µs for each frame to ask the socket whether another one follows.
+    frames = [frame.bytes]
+    while frame.more:
+        frame = one.recv(copy=False, track=False)
+        frames.append(frame.bytes)
+    return frames

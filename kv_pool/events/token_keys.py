@@ -120,17 +120,16 @@ def split_packed(packed: bytes, block_size: int) -> list[bytes] | None:
             if at >= size:
                 return None
             head = packed[at]
-            if head < 0x80:
-                at += 1
-                continue
-            if head == 0xCD:
-                end = at + 3
-                if end > size or packed[at + 1] == 0:
-                    return None
-            elif head == 0xCE:
+            if head == 0xCE:
                 end = at + 5
                 if end > size or (packed[at + 1] == 0 and packed[at + 2] == 0):
                     return None
+            elif head == 0xCD:
+                end = at + 3
+                if end > size or packed[at + 1] == 0:
+                    return None
+            elif head < 0x80:
+                end = at + 1
             elif head == 0xCC:
                 end = at + 2
                 if end > size or packed[at + 1] < 0x80:

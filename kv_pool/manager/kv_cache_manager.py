@@ -431,7 +431,7 @@ class KVCacheManager:
             blocks = table.blocks
             if self._is_leaving:
                 table.num_settled = 0
-                self.copies.drop(blocks[table.num_null_blocks :])
+                self.copies.drop(blocks)
             else:
                 # What was cached before, of a new request the prefix, stays.
                 unwritten = [
@@ -626,17 +626,19 @@ class KVCacheManager:
             self._unsettled = tables
             del self._tables[request_id]
             for group_id, table in enumerate(tables):
-                blocks = table.blocks[table.num_null_blocks :]
+                blocks = table.blocks
                 if len(self.copies):
-                    self.copies.drop(blocks)
+                    self.copies.drop(blocks[table.num_null_blocks :])
                 if retention is not None:
-                    self._leaving = blocks
+                    leaving = blocks[table.num_null_blocks :]
+                    self._leaving = leaving
                     table.blocks = []
-                    retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
+                    retention.free_table(request_id, group_id, table.num_null_blocks, leaving)
                 else:
+                    # In place: the table still has what is not given back.
+                    if table.num_null_blocks:
+                        del blocks[: table.num_null_blocks]
                     blocks.reverse()
-                    self._leaving = blocks
-                    table.blocks = []
                     self.block_pool.free_out_of(blocks)
             if retention is not None:
                 retention.forget_request(request_id)
@@ -739,15 +741,16 @@ class KVCacheManager:
             num_before = len(table.blocks)
             blocks = self._taken if group.adds_null_blocks else table.blocks
             if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-                self._run_pool.take_onto_after(blocks, table.blocks[-1], num_new)
+                taken = self._run_pool.take_onto_after(blocks, table.blocks[-1], num_new)
             else:
-                self.block_pool.take_onto(blocks, num_new)
+                taken = self.block_pool.take_onto(blocks, num_new)
             if group.adds_null_blocks:
                 # From one list to the other without a call in between.
                 new_entries = group.pad(table, num_blocks, blocks)
                 table.blocks += new_entries
                 self._taken = []
-            added.append(table.blocks[num_before:])
+                taken = table.blocks[num_before:]
+            added.append(taken)
         return tuple(added)
 
     def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:

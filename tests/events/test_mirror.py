@@ -226,6 +226,20 @@ def test_a_publisher_can_be_cleared_and_removed():
         mirror.counts_of("b")
 
 
+def test_a_second_publisher_keeps_the_first_ones_blocks_findable():
+    mirror = make_mirror(a=[stored(1, 2, 3), removed(3)])
+    mirror.apply("b", [stored(1)])
+    assert mirror.find_prefix([1, 2, 3]) == {"b": 1, "a": 2}
+    mirror.apply("a", [removed(2), stored(4, parent=1)])
+    assert mirror.find_prefix([1, 4]) == {"b": 1, "a": 2}
+    mirror.remove_publisher("b")
+    assert mirror.find_prefix([1, 4]) == {"a": 2}
+    mirror.apply("c", [stored(1, 4)])
+    assert mirror.find_prefix([1, 4]) == {"a": 2, "c": 2}
+    mirror.remove_publisher("a")
+    assert mirror.find_prefix([1, 4]) == {"c": 2}
+
+
 def test_nothing_is_left_of_blocks_that_are_gone():
     mirror = make_mirror(a=[stored(1, 2)], b=[stored(1, 2)])
     mirror.apply("a", [removed(2), removed(1)])
