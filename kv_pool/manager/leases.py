@@ -214,8 +214,8 @@ class BlockLeases:
         now = self._clock()
         if not deadline > now:
             raise InvalidArgumentError(f"{lease!r} can not be extended to {deadline}: it is {now} now")
-        lease.deadline = deadline
         heappush(self._deadlines, (deadline, lease.lease_id))
+        lease.deadline = deadline
         if len(self._deadlines) > 64 + 4 * len(self._leases):
             self._deadlines = sorted(
                 (live.deadline, live.lease_id)
@@ -233,15 +233,15 @@ class BlockLeases:
         now = self._clock()
         overdue: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, lease_id = heappop(self._deadlines)
+            deadline, lease_id = self._deadlines[0]
             lease = self._leases.get(lease_id)
-            if lease is None or lease.state is not LeaseState.ACTIVE or lease.deadline != deadline:
-                continue
-            if lease.kind is LeaseKind.READ:
-                self._end(lease, LeaseState.EXPIRED)
-            else:
-                lease.state = LeaseState.QUARANTINED
-            overdue.append(lease)
+            if lease is not None and lease.state is LeaseState.ACTIVE and lease.deadline == deadline:
+                if lease.kind is LeaseKind.READ:
+                    self._end(lease, LeaseState.EXPIRED)
+                else:
+                    lease.state = LeaseState.QUARANTINED
+                overdue.append(lease)
+            heappop(self._deadlines)  # last: an interrupt before leaves an entry that is passed over
         return overdue
 
     def list_leases(self) -> list[Lease]:

@@ -226,18 +226,34 @@ class ManagerSite(MigrationSite):
             table.num_null_blocks = state_of_one.num_null_blocks
             table.is_forked = state_of_one.is_forked
             tables.append(table)
-        self.manager.put_tables(request_id, tables)
-        if self._adopt_request is not None:
-            try:
+        try:
+            self.manager.put_tables(request_id, tables)
+            if self._adopt_request is not None:
                 self._adopt_request(request_id, decoded.request)
-            except BaseException:
+            self._forget_room(room)
+        except BaseException:
+            if room.hold.is_released:
+                self._forget_room(room)
+            elif self.manager.holds_blocks(request_id) and self.manager.get_table(request_id) is tables[0]:
                 self.manager.pop_tables(request_id)
-                raise
-        self._forget_room(room)
+            raise
 
     def leave(self, room: Room) -> None:
+        left = room.blocks[::-1]
+        try:
+            self._give_back(room, left)
+        except BaseException:
+            self._give_back(room, left)
+            raise
+
+    def _give_back(self, room: Room, left: list[KVCacheBlock]) -> None:
+        """End the room and drop its references; may be repeated with the same list after an interrupt."""
         self._forget_room(room)
-        self._side.free_blocks(room.blocks[::-1])
+        self.manager.copies.drop(left)
+        if self.manager.retention is None:
+            self.manager.block_pool.free_out_of(left)
+        else:
+            self.manager.retention.free_out_of(left)
 
     def drop(self, room: Room) -> None:
         self.leave(room)
@@ -387,10 +403,11 @@ class ManagerSite(MigrationSite):
         return decoded
 
     def _forget_room(self, room: Room) -> None:
+        if not room.hold.is_released:
+            room.hold.release()
         for index, (known, _) in enumerate(self._rooms):
             if known is room:
                 del self._rooms[index]
-                room.hold.release()
                 return
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from adapter.made_pool import check, make, make_scattered, take
-from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
+from interrupting import alarm_that_raises, interrupt_everywhere, interrupt_twice, run_until_interrupted
 
 from kv_pool import BlockAllocationRequest, LRUEviction
 from kv_pool.errors import KVPoolError
@@ -92,6 +92,26 @@ def test_an_interrupt_at_any_moment_leaks_no_block(name, make_one):
 
     tried, broken = interrupt_everywhere(make_pool, call, check_pool)
     assert tried > 0
+    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_in_the_undoing_of_a_call_leaks_no_block(name):
+    def watch(pool, second):
+        recover = pool.holdings.recover
+
+        def recover_watched():
+            second()
+            recover()
+
+        pool.holdings.recover = recover_watched
+
+    def check_pool(pool):
+        pool.claim_prefix(99, [b"not cached"])
+        pool.block_pool.get_new_blocks(0)
+        check(pool)
+
+    tried, broken = interrupt_twice(make_busy, CALLS[name], check_pool, watch, step=23)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 

@@ -13,7 +13,8 @@ PICTURE = "free: 1* 2* | in use: 3 4* 5"
 
 def make():
     pool = make_pool(PICTURE)
-    leases = BlockLeases(pool, clock=lambda: 0.0)
+    leases = BlockLeases(pool, clock=lambda: leases.now)
+    leases.now = 0.0
     leases.lent = [
         leases.lend(blocks(pool, 1, 4), 5.0, "one", LeaseKind.READ),
         leases.lend(blocks(pool, 3), 5.0, "two", LeaseKind.WRITE),
@@ -21,10 +22,17 @@ def make():
     return leases
 
 
+def expire(leases):
+    leases.now = 6.0
+    leases.expire()
+
+
 CALLS = {
     "read": lambda leases: leases.lend(blocks(leases.block_pool, 1, 2), 5.0, "one"),
     "written": lambda leases: leases.lend(blocks(leases.block_pool, 5), 5.0, "two", LeaseKind.WRITE),
     "a read ends": lambda leases: leases.lent[0].give_back(),
+    "extended": lambda leases: leases.lent[0].extend(9.0),
+    "expired": expire,
     "a write ends": lambda leases: leases.lent[1].give_back(),
 }
 
