@@ -346,9 +346,7 @@ class PrefixMirror:
                 found[publisher_id] = position
 
 
-def find_holders(
-    lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]
-) -> list[int]:
+def find_holders(lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]) -> list[int]:
     """Return for each key the publishers that hold it in any of the tables, as bits."""
     held_by = lookups[0](keys)
     for look_up in lookups[1:]:
