@@ -55,6 +55,7 @@ MANAGER = (
     "retention/retention_ids",
     "retention/segments",
     "retention/sessions",
+    "retention/unfinished",
     "slot_needs",
     "table_rows",
 )
@@ -141,6 +142,10 @@ TAKE_INT = r"""\1 = CPyTagged_BorrowFromObject(\2);
         \1 = KVPool_TakeInt("\3", \2, &is_wrong);
         if (is_wrong) goto fail;"""
 
+# Where a declared int, which compiled code need not look at, is made an object to be looked at.
+CHECK_INT = r"(\w+) = CPyTagged_StealAsObject\(\w+\);\s+(\w+) = PyLong_Check\(\1\);"
+CHECK_COPY = r"CPyTagged_INCREF\(\w+\);\s+" + CHECK_INT + r"\s+CPy_DECREF\(\1\);"
+
 
 def finish_c_code(path: Path, sources: list[str]) -> None:
     """Insert `python_surface.c` into mypyc's C file and call it; write the modules' docstrings there.
@@ -158,6 +163,7 @@ def finish_c_code(path: Path, sources: list[str]) -> None:
         code = substitute(MODULE_DOCSTRING.format(name=name), rf'\1"{text}"\2', code, 1)
     code = substitute(MODULE_RAN, DOCUMENT, code, len(sources))
     code = substitute(NO_INT, TAKE_INT, code, code.count('CPy_TypeError("int", obj_'))
+    code = substitute(CHECK_COPY, r"\2 = 1;", code, len(re.findall(CHECK_INT, code)))
     path.write_text(code)
 
 

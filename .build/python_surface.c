@@ -69,6 +69,19 @@ static PyObject *KVPool_BindMethod(PyObject *self, PyObject *object, PyObject *t
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
+// How a method is called: CPython's own way for methods of built-in types checks the type of `self`, and counts the
+// depth of recursion. mypyc's functions check `self` themselves, and Python's frames below count.
+static PyObject *KVPool_CallMethod(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    PyMethodDef *method = ((PyMethodDescrObject *)self)->d_method;
+    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+    if (nargs < 1) {
+        PyErr_Format(PyExc_TypeError, "unbound method %s() needs an argument", method->ml_name);
+        return NULL;
+    }
+    typedef PyObject *(*Function)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
+    return ((Function)(void (*)(void))method->ml_meth)(args[0], args + 1, nargs - 1, kwnames);
+}
+
 // These types add attributes to objects that Python has made of its own types: they have the same size and slots.
 static PyTypeObject KVPool_Method = {
     PyVarObject_HEAD_INIT(NULL, 0)
@@ -141,9 +154,11 @@ static int KVPool_DocumentClass(PyTypeObject *type) {
     PyObject *name, *member;
     Py_ssize_t position = 0;
     while (PyDict_Next(type->tp_dict, &position, &name, &member)) {
-        if (Py_TYPE(member) == &PyMethodDescr_Type)
+        if (Py_TYPE(member) == &PyMethodDescr_Type) {
             Py_SET_TYPE(member, &KVPool_Method);
-        else if (Py_TYPE(member) == &PyGetSetDescr_Type)
+            if (((PyMethodDescrObject *)member)->d_method->ml_flags == (METH_FASTCALL | METH_KEYWORDS))
+                ((PyMethodDescrObject *)member)->vectorcall = KVPool_CallMethod;
+        } else if (Py_TYPE(member) == &PyGetSetDescr_Type)
             Py_SET_TYPE(member, &KVPool_Property);
     }
     if (KVPool_SetClassAttribute(type, "__doc__") < 0 || KVPool_SetClassAttribute(type, "__signature__") < 0)

@@ -119,10 +119,64 @@ def alarm_that_raises():
 
 
 def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):
-    """Call `step()` again and again until a signal that comes at a random time raises."""
+    """Call `step()` again and again until a signal that comes at a random time raises.
+
+    A signal whose exception is ignored, because it arrives in a finalizer, is sent again.
+    """
     try:
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, longest_s))
         while True:
-            step()
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, longest_s))
+            for _ in range(10_000):
+                step()
     except Interrupt:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class SecondInterrupt:
+    """Raises `Interrupt` at the `moment`-th place after the first call, in frames entered since.
+
+    Let a recovery call it as it begins.
+    """
+
+    def __init__(self, moment):
+        self._trace = _OpcodeTrace(moment)
+        self._is_armed = False
+
+    @property
+    def has_raised(self):
+        return self._trace.left <= 0
+
+    def __call__(self):
+        if not self._is_armed:
+            self._is_armed = True
+            sys.settrace(self._trace)
+
+
+def interrupt_twice(make, call, check, watch, step=1):
+    """As `interrupt_everywhere`, and then again at each moment of the recovery.
+
+    Args:
+        watch: called with the subject and a `SecondInterrupt`, which its recovery has to call as it begins.
+        step: 2 for every second moment of the call, and so on.
+
+    Returns:
+        How many pairs of moments there were, and for each that `check` did not like
+        (moment, second moment, what it raised).
+    """
+    broken = []
+    tried = 0
+    for moment in itertools.count(1, step):
+        for second_moment in itertools.count(1):
+            subject = make()
+            second = SecondInterrupt(second_moment)
+            watch(subject, second)
+            if not interrupt_at(moment, lambda subject=subject: call(subject)):
+                return tried, broken
+            if not second.has_raised:
+                break
+            tried += 1
+            try:
+                check(subject)
+            except Exception as error:
+                broken.append((moment, second_moment, error))
+    return None

@@ -87,6 +87,16 @@ class Holdings:
         holder.blocks.update(dict.fromkeys(blocks))
         self.note_access(holder)
 
+    def hold_arrived(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
+        """Enter the sequence as a holder of blocks that it does not hold otherwise.
+
+        May be repeated, where an exception interrupted it.
+        """
+        for block in blocks:
+            self._part(holder, block)
+        self.hold(holder, blocks)
+        self.settle()
+
     def note_access(self, holder: Holder) -> None:
         """The sequence was used: it is the last in `holders`."""
         now = self._clock()
@@ -192,17 +202,25 @@ class Holdings:
     def bar(self, sequence_id: int, why: str) -> None:
         """Refuse changes to a sequence until `unbar`, and hold its blocks in place. It may have none yet."""
         holder = self.holders.get(sequence_id)
-        if holder is not None:
-            reason = f"in sequence {sequence_id}, which {why}"
-            self._barred_holds[sequence_id] = self._block_pool.hold(holder.blocks, reason)
-        self.barred[sequence_id] = why
+        reason = f"in sequence {sequence_id}, which {why}"
+        try:
+            if holder is not None:
+                self._barred_holds[sequence_id] = self._block_pool.hold(holder.blocks, reason)
+            self.barred[sequence_id] = why
+        except BaseException:
+            for hold in self._block_pool.holds.list_holds():
+                if hold.reason == reason:
+                    hold.release()
+            self._barred_holds.pop(sequence_id, None)
+            raise
 
     def unbar(self, sequence_id: int) -> None:
-        """Let a barred sequence be used again."""
-        del self.barred[sequence_id]
-        hold = self._barred_holds.pop(sequence_id, None)
-        if hold is not None:
+        """Let a barred sequence be used again. May be repeated, where an exception interrupted it."""
+        hold = self._barred_holds.get(sequence_id)
+        if hold is not None and not hold.is_released:
             hold.release()
+        self._barred_holds.pop(sequence_id, None)
+        self.barred.pop(sequence_id, None)
 
     def check_usable(self, sequence_id: int) -> None:
         """Raise FrozenSequenceError where a migration has the sequence."""

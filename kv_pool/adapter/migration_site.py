@@ -187,24 +187,34 @@ class GPUKVPoolSite(MigrationSite):
         if self._owner is not None and isinstance(subject, SequenceSubject):
             self._owner.expect(_get_id(subject), len(offered), decoded.owner)
         placement = self.pool.placement
+        block_pool = self.pool.block_pool
         held: list[KVCacheBlock] = []
         taken: list[KVCacheBlock] = []
+        blocks: list[KVCacheBlock] = []
+        others = block_pool.holds.list_holds()
         try:
-            self.pool.block_pool.touch_onto(touched, held)
+            block_pool.touch_onto(touched, held)
             placement.retention.note_taken(touched)
             if missing and not placement.take_run(len(missing), None, "prefer", taken):
                 placement.take_any(len(missing), None, taken)
+            for sequence_id in barred_ids:
+                self._holdings.bar(sequence_id, "is coming from another node")
+            left = iter(taken)
+            blocks = [next(left) if block is None else block for block in found]
+            hold = block_pool.hold(blocks, "arriving from another node")
+            room = _PoolRoom(blocks, missing, hold, barred_ids)
         except BaseException:
-            self.pool.block_pool.free_out_of(taken)
+            for sequence_id in barred_ids:
+                self._holdings.unbar(sequence_id)
+            for one in block_pool.holds.list_holds():
+                if one not in others:
+                    one.release()
+            block_pool.free_out_of(taken)
             held.reverse()
-            self.pool.block_pool.free_out_of(held)
+            block_pool.free_out_of(held)
+            placement.retention.recover()
             raise
-        for sequence_id in barred_ids:
-            self._holdings.bar(sequence_id, "is coming from another node")
-        left = iter(taken)
-        blocks = [next(left) if block is None else block for block in found]
-        hold = self.pool.block_pool.hold(blocks, "arriving from another node")
-        return _PoolRoom(blocks, missing, hold, barred_ids)
+        return room
 
     def insert(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
         block_pool = self.pool.block_pool
@@ -214,29 +224,43 @@ class GPUKVPoolSite(MigrationSite):
 
     def adopt(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
         decoded = _decode(subject, offered, state)
-        self._end(room)
-        if isinstance(subject, SequenceSubject):
-            sequence_id = _get_id(subject)
-            holder = self._find_or_make(sequence_id, decoded)
-            if room.blocks:
-                self._holdings.hold(holder, list(room.blocks))
-                self._holdings.settle()
-            if self._owner is not None:
-                self._owner.take_over(sequence_id, decoded.owner)
-            return
-        nobodys = []
+        joining: dict[int, tuple[Holder, list[KVCacheBlock]]] = {}
+        unheld: list[KVCacheBlock] = []
+        only_id = _get_id(subject) if isinstance(subject, SequenceSubject) else None
         for position, block in enumerate(room.blocks):
-            sequence_id = _get_owner(decoded, position)
+            sequence_id = _get_owner(decoded, position) if only_id is None else only_id
             if sequence_id == NO_SEQUENCE:
-                nobodys.append(block)
-            else:
-                self._holdings.hold(self._find_or_make(sequence_id, decoded), [block])
-                self._holdings.settle()
-        self.pool.block_pool.free_blocks(nobodys[::-1])
+                unheld.append(block)
+                continue
+            if sequence_id not in joining:
+                joining[sequence_id] = self._find_or_make(sequence_id, decoded), []
+            joining[sequence_id][1].append(block)
+        unheld.reverse()
+        left = list(joining.values())
+        try:
+            self._settle(room, left, unheld)
+        except BaseException:  # the source may have given up its own: this is completed
+            self._settle(room, left, unheld)
+            raise
+        if only_id is not None and self._owner is not None:
+            self._owner.take_over(only_id, decoded.owner)
+
+    def _settle(
+        self, room: Room, joining: list[tuple[Holder, list[KVCacheBlock]]], unheld: list[KVCacheBlock]
+    ) -> None:
+        """Pass the references of a room on. May be repeated with the same lists after an interrupt."""
+        self._end(room)
+        for holder, blocks in joining:
+            self._holdings.hold_arrived(holder, blocks)
+        self.pool.block_pool.free_out_of(unheld)
 
     def leave(self, room: Room) -> None:
-        self._end(room)
-        self.pool.block_pool.free_blocks(room.blocks[::-1])
+        left = room.blocks[::-1]
+        try:
+            self._settle(room, [], left)
+        except BaseException:
+            self._settle(room, [], left)
+            raise
 
     def drop(self, room: Room) -> None:
         self.leave(room)
@@ -378,7 +402,8 @@ class GPUKVPoolSite(MigrationSite):
 
     def _end(self, room: Room) -> None:
         assert isinstance(room, _PoolRoom)
-        room.hold.release()
+        if not room.hold.is_released:
+            room.hold.release()
         for sequence_id in room.barred_ids:
             self._holdings.unbar(sequence_id)
 

@@ -17,7 +17,7 @@ class Pins:
     def __init__(self, block_pool: BlockPoolCore, max_pinned_blocks: int) -> None:
         self.max_pinned_blocks = max_pinned_blocks
         self._counts: dict[KVCacheBlock, int] = {}
-        self._hold = block_pool.hold((), "pinned")
+        block_pool.holds.open_keys(self._counts, "pinned")
         # The counts from before a call that has not ended, of the blocks that it is about.
         self._counts_before: dict[KVCacheBlock, int] = {}
 
@@ -37,12 +37,12 @@ class Pins:
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin each block once more. Raises PinLimitError; nothing has changed then."""
-        self.check_room(sum(block not in self._counts for block in set(blocks)))
-        self._counts_before = {block: self._counts.get(block, 0) for block in blocks}
-        self._hold.add(blocks)
+        counts = self._counts
+        after: dict[KVCacheBlock, int] = {}
         for block in blocks:
-            self._counts[block] = self._counts.get(block, 0) + 1
-        self._counts_before = {}
+            after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
+        self.check_room(len(after) - len(counts.keys() & after.keys()))
+        counts |= after
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take one pin off each block.
@@ -50,18 +50,21 @@ class Pins:
         Raises:
             InvalidBlockError: a block is not pinned so often. Nothing has changed.
         """
+        counts = self._counts
+        before: dict[KVCacheBlock, int] = {}
         left: dict[KVCacheBlock, int] = {}
         for block in blocks:
-            left[block] = left.get(block, self._counts.get(block, 0)) - 1
+            if block not in left:
+                left[block] = before[block] = counts.get(block, 0)
+            left[block] -= 1
             if left[block] < 0:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
-        self._counts_before = {block: self._counts[block] for block in left}
-        self._hold.remove([block for block, count in left.items() if not count])
+        self._counts_before = before
         for block, count in left.items():
             if count:
-                self._counts[block] = count
+                counts[block] = count
             else:
-                del self._counts[block]
+                del counts[block]
         self._counts_before = {}
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
@@ -74,8 +77,6 @@ class Pins:
         self._counts_before = {}
         for block in unheld:
             self._counts.pop(block, None)
-        self._hold.remove([block for block in self._hold.blocks if block not in self._counts])
-        self._hold.add(self._counts)
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)

@@ -81,8 +81,8 @@ class RunPoolCore(BlockPoolCore):
             num_blocks = as_int("num_blocks", num_blocks)
         return take_in_order(self, 0, num_blocks, None)
 
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
-        take_in_order(self, 0, num_blocks, blocks)
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
+        return take_in_order(self, 0, num_blocks, blocks)
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
         """As `get_new_blocks`, but the ids next after `block`'s come first, if they are free and old enough.
@@ -95,9 +95,11 @@ class RunPoolCore(BlockPoolCore):
             refuse_type("block", block, "KVCacheBlock")
         return take_in_order(self, block.block_id + 1, num_blocks, None)
 
-    def take_onto_after(self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int) -> None:
+    def take_onto_after(
+        self, blocks: list[KVCacheBlock], block: KVCacheBlock, num_blocks: int
+    ) -> list[KVCacheBlock]:
         """As `get_new_blocks_after`; the blocks are appended to `blocks` in the same step."""
-        take_in_order(self, block.block_id + 1, num_blocks, blocks)
+        return take_in_order(self, block.block_id + 1, num_blocks, blocks)
 
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
@@ -152,6 +154,7 @@ class RunPoolCore(BlockPoolCore):
                 index.note_range_taken(first, first + num_blocks)
                 take_chosen(self, index, taken, onto)
             except BaseException:
+                index.is_stale = True
                 self.rebuild_index()
                 raise
             if not index.is_stale:
@@ -170,7 +173,9 @@ class RunPoolCore(BlockPoolCore):
             take_listed(self, listed, onto)
             self.run_index.note_taken(listed, self._owner)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -184,7 +189,9 @@ class RunPoolCore(BlockPoolCore):
             touch_all(self, listed, onto)
             self.run_index.note_taken(listed, self._owner)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     # ---- giving back -----------------------------------------------------------------------------
@@ -196,7 +203,9 @@ class RunPoolCore(BlockPoolCore):
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
@@ -210,7 +219,9 @@ class RunPoolCore(BlockPoolCore):
         except BaseException as error:
             if is_freed:
                 ordered_blocks.clear()
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
@@ -220,7 +231,9 @@ class RunPoolCore(BlockPoolCore):
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self._owner, num_free, True, True)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -231,7 +244,9 @@ class RunPoolCore(BlockPoolCore):
                 if block_id not in self._reuse_watchers:
                     self.run_index.note_emptied(block_id)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def reset_prefix_cache(self) -> bool:
@@ -241,7 +256,9 @@ class RunPoolCore(BlockPoolCore):
             if is_done:
                 self.run_index.note_all_emptied()
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
         return is_done
 
@@ -281,15 +298,16 @@ class RunPoolCore(BlockPoolCore):
         ]
         self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
 
-    def _follow(self, error: BaseException) -> None:
-        """Bring the index in line with the pool after a call that raised."""
+    def _follow(self, error: BaseException, was_stale: bool) -> None:
+        """Bring the index, which is marked as stale, in line with the pool after a call that raised."""
         if (
             isinstance(error, KVPoolError)
-            and not self.run_index.is_stale
+            and not was_stale
             and self.metrics_collector is None
             and self.colder_tiers is None
             and not self._reuse_watchers
         ):
+            self.run_index.is_stale = False
             return  # a refusal, with nothing changed
         self.rebuild_index()
 
@@ -305,7 +323,9 @@ class RunPoolCore(BlockPoolCore):
             super().swap_block_ids(pairs)
             self.run_index.swap(pairs)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
         on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
         if on_ids_swapped is not None:
@@ -320,7 +340,9 @@ class RunPoolCore(BlockPoolCore):
             super().add_blocks(num_blocks)
             self.run_index.resize(self.num_gpu_blocks)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def remove_last_blocks(self, num_blocks: int) -> None:
@@ -328,7 +350,9 @@ class RunPoolCore(BlockPoolCore):
             super().remove_last_blocks(num_blocks)
             self.run_index.resize(self.num_gpu_blocks)
         except BaseException as error:
-            self._follow(error)
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
             raise
 
     def grow(self, num_blocks: int) -> None:
@@ -380,7 +404,9 @@ def take_in_order(
         taken = take_first(pool, num_blocks, onto)
         index.note_taken(taken, pool._owner)
     except BaseException as error:
-        pool._follow(error)
+        was_stale = index.is_stale
+        index.is_stale = True
+        pool._follow(error, was_stale)
         raise
     return taken
 

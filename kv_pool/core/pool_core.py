@@ -122,12 +122,12 @@ class BlockPoolCore(PrefixCache):
             num_blocks = as_int("num_blocks", num_blocks)
         return take_first(self, num_blocks, None)
 
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
         """As `get_new_blocks`; the blocks are appended to `blocks` in the same step.
 
         Whatever interrupts the caller, `blocks` says which references it has to give back.
         """
-        take_first(self, num_blocks, blocks)
+        return take_first(self, num_blocks, blocks)
 
     def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take these free blocks out of wherever they are in the queue, as `get_new_blocks` takes the next.
@@ -681,17 +681,17 @@ def take_first(pool: BlockPoolCore, num_blocks: int, onto: list[KVCacheBlock] | 
     num_free = queue.num_free_blocks
     head = queue.fake_free_list_head
     block = head.next_free_block
-    after = block
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     is_cut = False
     try:
         for _ in range(num_blocks):
             if block is None or block.ref_cnt != 0:
                 raise CorruptedPoolError(_describe_bad_queue(queue, len(taken), block))
+            taken.append(block)
             after = block.next_free_block
             if after is None:  # the tail has none
-                raise CorruptedPoolError(_describe_bad_queue(queue, len(taken), block))
-            taken.append(block)
+                raise CorruptedPoolError(_describe_bad_queue(queue, len(taken) - 1, block))
+            # No call from here to the end of the turn: a block is unlinked, and the next one is at hand.
             block.prev_free_block = None
             block.next_free_block = None
             block.ref_cnt = 1
@@ -712,12 +712,9 @@ def take_first(pool: BlockPoolCore, num_blocks: int, onto: list[KVCacheBlock] | 
         if is_cut:
             pool._unfinished_total = queue.num_free_blocks + num_blocks
         else:
-            following = block
             if taken and taken[-1] is block:
-                if block.next_free_block is not None:
-                    del taken[-1]  # appended, and not unlinked yet
-                else:
-                    following = after
+                del taken[-1]  # appended, and not unlinked yet
+            following = block
             if following is None:
                 following = queue.fake_free_list_tail
             head.next_free_block = following

@@ -1,10 +1,13 @@
 """`EventFilter`: which events are sent instead of those of a batch."""
 
+from collections.abc import Iterable
 from typing import Any
+
+from msgspec.structs import astuple
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.events.foreign_events import adopt
-from kv_pool.events.resident_blocks import PlaceBlocks, ResidentBlocks, is_dense
+from kv_pool.events.resident_blocks import BLOCK_SIZE, HASHES, PARENT, TOKEN_IDS, PlaceBlocks, ResidentBlocks
 from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
 from kv_pool.events.tails import announce_with_tails
 
@@ -17,6 +20,8 @@ class EventFilter:
         self.exact = exact
         self.dense = dense
         self.coalesce_removals = coalesce_removals
+        self._read_fields: Any = astuple
+        self._joins_known = exact and coalesce_removals
         self._sent: list[KVCacheEvent] = []
         # Removals in a row from one place: the first event, the place's blocks, all hashes that are gone; the
         # same as a set, from when one might come again.
@@ -32,11 +37,14 @@ class EventFilter:
         self._sent = sent
         self._first = None  # something is left of a call that raised
         self._blocks = None
+        # A local name is read faster than one of the module, for each event.
+        stored: Any = BlockStored
+        removed: Any = BlockRemoved
         for event in events:
             kind = type(event)
-            if kind is BlockStored:
+            if kind is stored:
                 self._store(event, False)
-            elif kind is BlockRemoved or isinstance(event, BlockRemoved):
+            elif kind is removed or isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._end_removals()
@@ -49,38 +57,55 @@ class EventFilter:
         return sent
 
     def _store(self, event: Any, is_report: bool) -> None:
+        fields: tuple[Any, ...] = astuple(event)
+        hashes: list[Any] = fields[HASHES]
         parts = [event]
         if is_report:
             if self.exact:
                 return
         else:
-            first_copies = self.resident.store(event)
+            blocks = self.resident.find_stored(fields)
+            first_copies = self.resident.store(blocks, fields)
             if self.exact:
                 if not first_copies:
                     return
                 if self.resident.has_tails and self.resident.keeps_token_ids:
-                    fresh = [event.block_hashes[position] for position in first_copies]
-                    announced = announce_with_tails(self.resident.find_blocks(event), fresh)
+                    announced = announce_with_tails(blocks, [hashes[position] for position in first_copies])
                     if announced:
                         self._end_removals()
                         self._sent.extend(announced)
                         return
+                if (
+                    len(first_copies) == len(hashes)
+                    and len(fields[TOKEN_IDS]) == len(hashes) * fields[BLOCK_SIZE]
+                    and hashes[0] != fields[PARENT]
+                ):
+                    # Nothing changes in most events. A hash that is twice in one has a second copy.
+                    self._end_removals()
+                    self._sent.append(event)
+                    return
                 parts = take_positions(event, first_copies)
         self._end_removals()
-        sent = self._sent
         for part in parts:
-            hashes = part.block_hashes
             if not self.dense:
-                sent.append(part)
-            elif self.exact and is_dense(part) and hashes[0] != part.parent_block_hash:
-                sent.append(part)  # a hash that comes again is a second copy, and not among these
-            elif hashes:
-                sent.extend(split_repeats(without_holes(part)))
+                self._sent.append(part)
+            elif part.block_hashes:
+                self._sent.extend(split_repeats(without_holes(part)))
 
     def _remove(self, event: Any) -> None:
         resident = self.resident
-        blocks = resident.find_blocks(event)
-        hashes: list[Any] = event.block_hashes
+        fields: tuple[Any, ...] = self._read_fields(event)
+        blocks = resident.find_blocks(fields[1], fields[2], fields[3], fields[4])
+        hashes: list[Any] = fields[HASHES]
+        if self._joins_known and len(hashes) == 1 and blocks is self._blocks and self._seen is None:
+            # Most removals of a pool. None of the lists below is needed.
+            block_hash = hashes[0]
+            num_copies = resident.remove(blocks, block_hash)
+            if num_copies == 1:
+                self._hashes.append(block_hash)
+                self._is_whole = False
+            if num_copies:
+                return
         gone: list[Any] = []
         is_known = True
         for block_hash in hashes:
@@ -133,14 +158,22 @@ class EventFilter:
         self._blocks = None
 
 
+def list_others(events: Iterable[Any]) -> list[Any]:
+    """Return the events that are not removals."""
+    removed: Any = BlockRemoved
+    return [event for event in events if type(event) is not removed]
+
+
 def adopt_all(events: list[Any]) -> list[Any]:
     """Return the events as ours, an engine's own classes included.
 
     Raises:
         InvalidTypeError: as `adopt`.
     """
+    stored: Any = BlockStored
+    removed: Any = BlockRemoved
     for event in events:
         kind = type(event)
-        if kind is not BlockRemoved and kind is not BlockStored:
+        if kind is not removed and kind is not stored:
             return [adopt(one) for one in events]
     return events

@@ -8,11 +8,12 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, KVCacheEvent
+from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
+from kv_pool.events.event_filter import list_others
 from kv_pool.events.event_publisher import PublisherStatistics
 from kv_pool.events.live_backlog import LiveBacklog
 from kv_pool.events.rare_warnings import is_worth_logging
@@ -314,9 +315,8 @@ class ZMQEventPublisher:
         return sent
 
     def _add_kinds(self, events: list[KVCacheEvent]) -> None:
-        for event in events:
-            if type(event) is not BlockRemoved:
-                self._add_kind(event)
+        for event in list_others(events):
+            self._add_kind(event)
 
     def _add_kind(self, event: Any) -> None:
         # By attribute and not by class: connectors bring classes of their own.

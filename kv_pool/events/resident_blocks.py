@@ -2,13 +2,30 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.events.sharded_dict import NUM_SHARDS, ShardedDict
 from kv_pool.ids import ExternalBlockHash
+
+# Positions of fields in the tuple that `msgspec.structs.astuple` makes of a `BlockStored`. Compiled code gets
+# all of them by that call in the time that two take by name.
+HASHES: Final = 0
+PARENT: Final = 1
+TOKEN_IDS: Final = 2
+BLOCK_SIZE: Final = 3
+LORA_ID: Final = 4
+MEDIUM: Final = 5
+LORA_NAME: Final = 6
+EXTRA_KEYS: Final = 7
+GROUP_IDX: Final = 8
+SPEC_KIND: Final = 9
+SLIDING_WINDOW: Final = 10
+LOCALITY: Final = 11
+OWNERSHIP: Final = 12
+LOOKAHEAD: Final = 14
 
 
 class Place(NamedTuple):
@@ -122,6 +139,16 @@ class ResidentBlocks:
         self._last_locality: Any = None
         self._last_ownership: Any = None
         self._last_kind: BlockKind | None = None
+        self._last_lora_id: Any = None
+        self._last_lora_name: Any = None
+        self._last_spec_kind: Any = None
+        self._last_window: Any = None
+        self._last_block_size: Any = None
+        self._last_has_extra_keys = False
+        # The parent of the block that was removed last, if it is resident: most often it is the next to go.
+        self._next_blocks: PlaceBlocks | None = None
+        self._next_hash: Any = None
+        self._next_block: ResidentBlock | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.places.values()))
@@ -132,12 +159,8 @@ class ResidentBlocks:
                 for block_hash, block in shard.items():
                     yield place, block_hash, block
 
-    def find_blocks(self, event: BlockStored | BlockRemoved) -> PlaceBlocks:
-        """Return the blocks of an event's place, which is added if it is new."""
-        medium: Any = event.medium
-        group_idx: Any = event.group_idx
-        locality: Any = event.locality
-        ownership: Any = event.ownership
+    def find_blocks(self, medium: Any, group_idx: Any, locality: Any, ownership: Any) -> PlaceBlocks:
+        """Return the blocks of a place, which is added if it is new."""
         blocks = self._last_blocks
         if (
             blocks is not None
@@ -158,53 +181,65 @@ class ResidentBlocks:
         self._last_ownership = ownership
         return blocks
 
-    def _find_kind(self, event: BlockStored) -> BlockKind:
+    def find_stored(self, fields: tuple[Any, ...]) -> PlaceBlocks:
+        """Return the blocks of the place of a `BlockStored`, of which these are the fields."""
+        return self.find_blocks(fields[MEDIUM], fields[GROUP_IDX], fields[LOCALITY], fields[OWNERSHIP])
+
+    def _find_kind(self, fields: tuple[Any, ...]) -> BlockKind:
         """Return the kind of an event's blocks, one object for all that are equal."""
         last = self._last_kind
-        has_extra_keys = event.extra_keys is not None
+        block_size: Any = fields[BLOCK_SIZE]
+        lora_id: Any = fields[LORA_ID]
+        lora_name: Any = fields[LORA_NAME]
+        spec_kind: Any = fields[SPEC_KIND]
+        window: Any = fields[SLIDING_WINDOW]
+        has_extra_keys = fields[EXTRA_KEYS] is not None
         if (
             last is not None
-            and event.block_size == last.block_size
-            and event.lora_id == last.lora_id
-            and event.lora_name == last.lora_name
-            and event.kv_cache_spec_kind == last.kv_cache_spec_kind
-            and event.kv_cache_spec_sliding_window == last.kv_cache_spec_sliding_window
-            and has_extra_keys == last.has_extra_keys
+            and block_size is self._last_block_size
+            and lora_id is self._last_lora_id
+            and lora_name is self._last_lora_name
+            and spec_kind is self._last_spec_kind
+            and window is self._last_window
+            and has_extra_keys == self._last_has_extra_keys
         ):
             return last
-        kind = BlockKind(
-            event.block_size,
-            event.lora_id,
-            event.lora_name,
-            event.kv_cache_spec_kind,
-            event.kv_cache_spec_sliding_window,
-            has_extra_keys,
-        )
-        self._last_kind = kind = self._kinds.setdefault(kind, kind)
+        kind = BlockKind(block_size, lora_id, lora_name, spec_kind, window, has_extra_keys)
+        kind = self._kinds.setdefault(kind, kind)
+        self._last_kind = kind
+        self._last_block_size = block_size
+        self._last_lora_id = lora_id
+        self._last_lora_name = lora_name
+        self._last_spec_kind = spec_kind
+        self._last_window = window
+        self._last_has_extra_keys = has_extra_keys
         return kind
 
-    def store(self, event: BlockStored) -> list[int]:
-        """Add one copy of each of the event's hashes. O(hashes).
+    def store(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int]:
+        """Add one copy of each hash of a `BlockStored`. O(hashes).
 
+        Args:
+            blocks: those of the event's place.
+            fields: those of the event, by `astuple`.
         Returns:
             The positions in the event of those that had no copy before.
         """
-        blocks = self.find_blocks(event)
-        kind = self._find_kind(event)
-        hashes: list[Any] = event.block_hashes
-        tokens = None
-        if self.keeps_token_ids and event.block_size and is_dense(event):
-            tokens = pack_tokens(event.token_ids)
-        width = len(tokens) // len(hashes) if tokens else 0
-        extra_keys: list[Any] | None = one_each(event.extra_keys, event)
+        kind = self._find_kind(fields)
+        hashes: list[Any] = fields[HASHES]
+        tokens: bytes | None = None
         lookahead: list[Any] | None = None
         if self.keeps_token_ids:
-            lookahead = one_each(event.lookahead_token_ids, event)
+            block_size = fields[BLOCK_SIZE]
+            if block_size and len(fields[TOKEN_IDS]) == len(hashes) * block_size:
+                tokens = pack_tokens(fields[TOKEN_IDS])
+            lookahead = one_each(fields[LOOKAHEAD], len(hashes))
+        width = len(tokens) // len(hashes) if tokens else 0
+        extra_keys: list[Any] | None = one_each(fields[EXTRA_KEYS], len(hashes))
         shards: list[dict[Any, ResidentBlock]] = blocks.shards
         tails = blocks.tails
         changes = self.changes
         first_copies: list[int] = []
-        parent: Any = event.parent_block_hash
+        parent: Any = fields[PARENT]
         previous: ResidentBlock | None = None
         self.has_tails = False
         for position, block_hash in enumerate(hashes):
@@ -251,14 +286,17 @@ class ResidentBlocks:
         """
         shards: list[dict[Any, ResidentBlock]] = blocks.shards
         shard = shards[hash(block_hash) % NUM_SHARDS]
-        block = shard.get(block_hash)
-        if block is None:
-            return 0
+        block = self._next_block
+        if block is None or blocks is not self._next_blocks or block_hash != self._next_hash:
+            block = shard.get(block_hash)
+            if block is None:
+                return 0
         num_copies: int = block.num_copies
         if num_copies > 1:
             block.num_copies -= 1
             return num_copies
         del shard[block_hash]
+        self._next_block = None
         if block.children is not None:
             blocks.tails[block_hash] = block.children
         parent = block.parent
@@ -266,6 +304,9 @@ class ResidentBlocks:
             parent_block = shards[hash(parent) % NUM_SHARDS].get(parent)
             if parent_block is not None:
                 parent_block.children = remove_child(parent_block.children, block_hash)
+                self._next_blocks = blocks
+                self._next_hash = parent
+                self._next_block = parent_block
             elif parent in blocks.tails:
                 left = remove_child(blocks.tails[parent], block_hash)
                 if left is None:
@@ -284,6 +325,8 @@ class ResidentBlocks:
         self._kinds = {}
         self._last_blocks = None
         self._last_kind = None
+        self._next_blocks = None
+        self._next_block = None
         if self.changes is not None:
             self.changes.append(None)
 
@@ -327,16 +370,19 @@ def is_dense(event: BlockStored) -> bool:
     return len(event.token_ids) == len(event.block_hashes) * event.block_size
 
 
-def one_each(entries: list[Any] | None, event: BlockStored) -> list[Any] | None:
-    """The entries if there is one for each hash of the event."""
-    return entries if entries and len(entries) == len(event.block_hashes) else None
+def one_each(entries: list[Any] | None, num_hashes: int) -> list[Any] | None:
+    """Return the entries if there is one for each hash."""
+    return entries if entries and len(entries) == num_hashes else None
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
     """Token ids as 4 bytes each, or 8 where one needs that; None for what are no token ids."""
+    token_ids = token_ids if type(token_ids) is list else list(token_ids)
     for typecode in "IQ":
+        packed = array(typecode)
         try:
-            return array(typecode, token_ids).tobytes()
+            packed.fromlist(token_ids)  # a third faster than making an array of the list
+            return packed.tobytes()
         except OverflowError:
             continue
         except TypeError:

@@ -74,7 +74,7 @@ class StreamState:
                 has changed.
         Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
         """
-        ours = adopt_all(list(events))
+        ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:
             sent = self._filter.apply(ours)
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence

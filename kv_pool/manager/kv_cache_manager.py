@@ -426,12 +426,12 @@ class KVCacheManager:
         """
         self.copies.recover()
         self.block_pool.free_out_of(self._taken)
-        self.block_pool.free_out_of(self._leaving)
+        self._free_leaving()
         for table in self._unsettled or ():
             blocks = table.blocks
             if self._is_leaving:
                 table.num_settled = 0
-                self.copies.drop(blocks[table.num_null_blocks :])
+                self.copies.drop(blocks)
             else:
                 # What was cached before, of a new request the prefix, stays.
                 unwritten = [
@@ -453,9 +453,7 @@ class KVCacheManager:
         if self.retention is None or not self.retention.is_active:
             self.block_pool.free_out_of(self._leaving)
             return
-        listed = self._leaving
-        self.retention.free_blocks(listed)
-        self._leaving = []
+        self.retention.free_out_of(self._leaving)
 
     def take_block_copies(self) -> list[BlockMove]:
         """Copies to make before the next step writes anything; once per step, after its `allocate_slots`.
@@ -556,9 +554,14 @@ class KVCacheManager:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = as_ints("block_ids", block_ids)
-        evict_wrong_blocks(self.block_pool, listed)
-        if self.retention is not None and self.retention.is_active:
-            self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+        try:
+            evict_wrong_blocks(self.block_pool, listed)
+            if self.retention is not None and self.retention.is_active:
+                self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
+        except BaseException:
+            if self.retention is not None:
+                self.retention.recover()  # it keeps no block without content
+            raise
 
     def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
         """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any
@@ -572,11 +575,16 @@ class KVCacheManager:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = as_ints("block_ids", block_ids)
-        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
-        if report.num_valid_tokens:
-            self._has_forks = True
-        if self.retention is not None and self.retention.is_active:
-            self.retention.forget_blocks(report.evicted_blocks)
+        try:
+            report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
+            if report.num_valid_tokens:
+                self._has_forks = True
+            if self.retention is not None and self.retention.is_active:
+                self.retention.forget_blocks(report.evicted_blocks)
+        except BaseException:
+            if self.retention is not None:
+                self.retention.recover()  # it keeps no block without content
+            raise
         return report
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
@@ -618,16 +626,19 @@ class KVCacheManager:
             self._unsettled = tables
             del self._tables[request_id]
             for group_id, table in enumerate(tables):
-                blocks = table.blocks[table.num_null_blocks :]
+                blocks = table.blocks
                 if len(self.copies):
-                    self.copies.drop(blocks)
+                    self.copies.drop(blocks[table.num_null_blocks :])
                 if retention is not None:
-                    retention.free_table(request_id, group_id, table.num_null_blocks, blocks)
+                    leaving = blocks[table.num_null_blocks :]
+                    self._leaving = leaving
                     table.blocks = []
+                    retention.free_table(request_id, group_id, table.num_null_blocks, leaving)
                 else:
+                    # In place: the table still has what is not given back.
+                    if table.num_null_blocks:
+                        del blocks[: table.num_null_blocks]
                     blocks.reverse()
-                    self._leaving = blocks
-                    table.blocks = []
                     self.block_pool.free_out_of(blocks)
             if retention is not None:
                 retention.forget_request(request_id)
@@ -730,15 +741,16 @@ class KVCacheManager:
             num_before = len(table.blocks)
             blocks = self._taken if group.adds_null_blocks else table.blocks
             if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
-                self._run_pool.take_onto_after(blocks, table.blocks[-1], num_new)
+                taken = self._run_pool.take_onto_after(blocks, table.blocks[-1], num_new)
             else:
-                self.block_pool.take_onto(blocks, num_new)
+                taken = self.block_pool.take_onto(blocks, num_new)
             if group.adds_null_blocks:
                 # From one list to the other without a call in between.
                 new_entries = group.pad(table, num_blocks, blocks)
                 table.blocks += new_entries
                 self._taken = []
-            added.append(table.blocks[num_before:])
+                taken = table.blocks[num_before:]
+            added.append(taken)
         return tuple(added)
 
     def _forget_blocks(self, request_id: str, tables: list[BlockTable], num_computed: int) -> None:
@@ -759,15 +771,15 @@ class KVCacheManager:
                 continue  # between two states
             if len(self.copies):
                 self.copies.drop(given_up)
-            backwards = given_up[::-1]
+            has_retention = self.retention is not None and self.retention.is_active
+            backwards = given_up if has_retention else given_up[::-1]
             nulls = [null_block] * (end - first)
             self._leaving = backwards
             blocks[first:end] = nulls
             table.num_null_blocks = end
             table.num_edits += 1
-            if self.retention is not None and self.retention.is_active:
+            if has_retention and self.retention is not None:
                 self.retention.free_table(request_id, group.group_id, first, given_up)
-                self._leaving = []
             else:
                 self.block_pool.free_out_of(backwards)
 

@@ -315,10 +315,8 @@ class BlockLeases:
         """Drop a reference of each block; the list is empty then."""
         if self._retention is None:
             self.block_pool.free_out_of(referenced)
-        elif referenced:
-            listed = referenced.copy()
-            referenced.clear()
-            self._retention.free_blocks(listed)
+        else:
+            self._retention.free_out_of(referenced)
 
     def _recover(self, referenced: list[KVCacheBlock], reason: str) -> None:
         """Undo a loan, or complete the end of one, after a call that was interrupted.

@@ -51,9 +51,17 @@ def insert_keys(
 
     keys = [BlockHashWithGroupId(key) for key in offered.keys]
     for key in keys:
-        pool._insert_block_hash(key, block, offered.num_tokens)
-        if pool.enable_kv_cache_events:
-            pool.kv_event_queue.append(make_event(key))
+        events = pool.kv_event_queue
+        new_events = [make_event(key)] if pool.enable_kv_cache_events else []
+        was_known = pool.cached_block_hash_to_block.contain(key, block.block_id)
+        try:
+            pool._insert_block_hash(key, block, offered.num_tokens)
+            events += new_events
+        except BaseException:
+            is_known = pool.cached_block_hash_to_block.contain(key, block.block_id)
+            if is_known and not was_known and not any(event is new_events[0] for event in events[-1:]):
+                events += new_events
+            raise
     if keys and pool.colder_tiers is not None:
         told = make_event(keys[0], BlockStored) if pool.enable_kv_cache_events else None
         pool.colder_tiers.on_block_arrived(block, find_block_size(get_group_id(keys[0])), told)

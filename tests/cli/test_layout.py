@@ -50,7 +50,8 @@ def test_json_is_the_layout_and_nothing_else(pool, tmp_path):
 def test_a_picture_that_can_not_be_drawn_is_refused_before_the_pool_is_asked(tmp_path):
     done = layout(tmp_path, "-o", "nowhere/map.png")
     assert done.returncode == 2
-    assert done.stderr == "error: nowhere/map.png: can not write the picture: no such folder\n"
+    nowhere = tmp_path / "nowhere"
+    assert done.stderr == f"error: nowhere/map.png: can not write the picture: there is no folder {nowhere}\n"
 
 
 def test_without_a_running_pool_it_says_so(tmp_path):

@@ -134,7 +134,7 @@ def test_help_shows_brackets_models_and_no_type_for_flags(tmp_path):
 WRONG_OPTIONS = [
     ("replay trace.jsonl", "give the capacity either as --blocks or as --memory"),
     ("replay trace.jsonl --blocks 10 --memory 1GiB", "give the capacity either as --blocks or as --memory"),
-    ("sweep trace.jsonl --blocks 10,many", "'10,many' is not a list of whole numbers"),
+    ("sweep trace.jsonl --blocks 10,many", "'many' is not a whole number"),
 ]
 
 

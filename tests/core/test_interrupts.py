@@ -4,7 +4,7 @@ import random
 
 import pytest
 from drawing import GROUP, blocks, hash_of, make_pool, make_request, state
-from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
+from interrupting import alarm_that_raises, interrupt_everywhere, interrupt_twice, run_until_interrupted
 
 from kv_pool import AllBlocksCleared, BlockPool, BlockRemoved, KVCacheMetricsCollector
 from kv_pool.contiguous import invariants as run_invariants
@@ -89,8 +89,8 @@ POOLS = {
 }
 
 
-def make(kind, watched=False):
-    pool_class, options = POOLS[kind]
+def make(kind, watched=False, pools=POOLS):
+    pool_class, options = pools[kind]
     options = dict(options)
     if options.pop("collector", False):
         options["metrics_collector"] = KVCacheMetricsCollector(1.0)
@@ -171,6 +171,47 @@ def test_an_interrupt_at_any_moment_leaves_the_pool_sound(name, kind, watched):
 
     tried, broken = interrupt_everywhere(lambda: make(kind, watched), call, check)
     assert not broken, f"{name}, {kind}, {watched}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+class WatchedBlockPool(BlockPool):
+    """Says when a recovery begins."""
+
+    on_recovery = None
+
+    def _recover(self):
+        if self.on_recovery is not None:
+            self.on_recovery()
+        super()._recover()
+
+
+class WatchedRunBlockPool(RunBlockPool):
+    on_recovery = None
+
+    def _recover(self):
+        if self.on_recovery is not None:
+            self.on_recovery()
+        super()._recover()
+
+
+WATCHED = {
+    "events": (WatchedBlockPool, {"enable_kv_cache_events": True}),
+    "collector": (WatchedBlockPool, {"collector": True}),
+    "runs": (WatchedRunBlockPool, {}),
+}
+
+
+@pytest.mark.parametrize("kind", WATCHED)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_in_the_undoing_of_a_call_leaves_the_pool_sound(name, kind):
+    def watch(pool, second):
+        pool.on_recovery = second
+
+    def complete(pool):
+        pool.get_new_blocks(0)
+        check_pool(pool)
+
+    tried, broken = interrupt_twice(lambda: make(kind, pools=WATCHED), CALLS[name], complete, watch, step=7)
+    assert not broken, f"{name}, {kind}: {len(broken)} of {tried}: {broken[:3]}"
 
 
 @pytest.mark.parametrize("kind", POOLS)

@@ -41,7 +41,7 @@ def test_a_pool_takes_the_memory_that_the_check_expects():
         "before = count(); pool = BlockPool(500_000, True, 16); print((count() - before) / 500_000)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", measured],
+        [sys.executable, "-P", "-c", measured],  # the package that is tested, whatever the current folder
         env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(kv_pool.__file__))},
         capture_output=True,
         encoding="utf-8",

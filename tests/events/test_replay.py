@@ -350,7 +350,9 @@ def test_a_reader_that_does_not_read_its_snapshot_does_not_get_a_second_one():
         publisher.publish([BlockStored([1], None, tokens, len(tokens), None, "GPU", None)])
         publisher.publish([stored(2)])
         last = 1700000000500001
-        requester.ask_until(0, last)
+        # A request before that would have another snapshot.
+        wait_until(lambda: publisher.statistics().last_sequence == last, "published")
+        assert requester.ask_for_sequences(0) == [last]
         stalled.socket.send_multipart([b"", pack_sequence(0)])
         wait_until(lambda: publisher.statistics().num_snapshots == 2, "sent to both")
         for _ in range(MAX_WAITING_REQUESTS + 2):

@@ -10,7 +10,7 @@ from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type,
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NEVER, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
@@ -22,6 +22,7 @@ from kv_pool.manager.retention.pins import Pins
 from kv_pool.manager.retention.retention_ids import RetentionIds, is_any_known
 from kv_pool.manager.retention.segments import cut_into_segments
 from kv_pool.manager.retention.sessions import Session, Sessions
+from kv_pool.manager.retention.unfinished import Place, Unfinished
 
 
 class BlockRetention:
@@ -93,6 +94,7 @@ class BlockRetention:
         self._kept: KeptBlocks = KeptBlocks(self._ids, self._deadlines)
         self._pins: Pins = Pins(max_pinned_blocks)
         self._sessions: Sessions = Sessions(max_sessions)
+        self._unfinished: Unfinished = Unfinished()
         self._last_number: int = 0
         self._claims: dict[tuple[int, float], Claim] = {}
 
@@ -115,14 +117,15 @@ class BlockRetention:
             or self._covers.num_blocks > 0
             or len(self._directives) > 0
             or len(self._sessions.by_id) > 0
+            or self._unfinished.is_marked
         )
 
     @property
     def num_kept(self) -> int:
         """Kept blocks that can be had for the asking: free, as everyone but the pool sees it. O(1)."""
         kept = self._kept
-        if kept.num_pinned:  # time passing changes the number only where pins end
-            self._apply_clock()
+        if kept.num_pinned or self._unfinished.is_marked:
+            self._apply_clock()  # time passing changes the number only where pins end
         return kept.num_blocks - kept.num_pinned
 
     @property
@@ -188,10 +191,14 @@ class BlockRetention:
         if pins:
             self._check_pins(len(pins), self._pins.count_promised(request_id))
         self.forget_request(request_id)
-        if ranges:
-            self._directives[request_id] = ranges
-        if pins:
-            self._pins.promise(request_id, pins)
+        try:
+            if pins:
+                self._pins.promise(request_id, pins)
+            if ranges:
+                self._directives[request_id] = ranges
+        except BaseException:
+            self._recover_at_once()
+            raise
 
     def change_directives(self, request: SchedulableRequest, directives: Sequence[RetentionDirective]) -> int:
         """Change what the cached blocks of this prefix are worth, whoever left them there.
@@ -277,14 +284,18 @@ class BlockRetention:
                         after = (*left, claim) if left else claim.alone
                 new_claims.append(after)
             self._set_claims(blocks, new_claims, False)
-        if blocks or session_id in self._sessions.by_id:
-            one_too_many = self._sessions.find_one_to_end(session_id)
-            if one_too_many is not None:
-                self.end_session(one_too_many)
-        if blocks:
-            self._sessions.by_id[session_id] = session
-            self._last_number += 1
-            self._deadlines.push(session, self._last_number)
+        try:
+            if blocks or session_id in self._sessions.by_id:
+                one_too_many = self._sessions.find_one_to_end(session_id)
+                if one_too_many is not None:
+                    self.end_session(one_too_many)
+            if blocks:
+                self._sessions.by_id[session_id] = session
+                self._last_number += 1
+                self._deadlines.push(session, self._last_number)
+        except BaseException:
+            self._recover_at_once()
+            raise
         return len(blocks)
 
     def end_session(self, session_id: str) -> bool:
@@ -295,22 +306,27 @@ class BlockRetention:
         """
         check_type("session_id", session_id, str)
         self._apply_clock()
-        session = self._sessions.pop(session_id)
+        session = self._sessions.by_id.get(session_id)
         if session is None:
             return False
-        blocks: list[KVCacheBlock] = []
-        new_claims: list[tuple[Claim, ...]] = []
-        before: tuple[Claim, ...] = NO_CLAIMS
-        after: tuple[Claim, ...] = NO_CLAIMS
-        for block in session.blocks:
-            claims = self._get_claims(block)
-            if claims is not before:
-                before = claims
-                after = tuple([claim for claim in claims if claim is not session.claim])
-            if len(after) < len(claims):
-                blocks.append(block)
-                new_claims.append(after)
-        self._set_claims(blocks, new_claims, False)
+        try:
+            self._sessions.pop(session_id)
+            blocks: list[KVCacheBlock] = []
+            new_claims: list[tuple[Claim, ...]] = []
+            before: tuple[Claim, ...] = NO_CLAIMS
+            after: tuple[Claim, ...] = NO_CLAIMS
+            for block in session.blocks:
+                claims = self._get_claims(block)
+                if claims is not before:
+                    before = claims
+                    after = tuple([claim for claim in claims if claim is not session.claim])
+                if len(after) < len(claims):
+                    blocks.append(block)
+                    new_claims.append(after)
+            self._set_claims(blocks, new_claims, False)
+        except BaseException:
+            self._recover_at_once()
+            raise
         return True
 
     def list_sessions(self) -> list[tuple[str, float]]:
@@ -341,26 +357,41 @@ class BlockRetention:
         self._apply_clock()
         cover: Cover | None = None
         last_id: i32 = 0
+        new_id: i32 = 0
         last_batch: Batch | None = None
         num_taken = 0
-        for block in listed:
-            if block._retention_id <= 0:
-                continue
-            if block._retention_id != last_id:
-                if last_batch is not None and num_taken:
-                    kept.drop_count(last_batch, num_taken)
-                last_id = block._retention_id
-                last_batch = kept.find_batch(block)
-                num_taken = 0
-            if last_batch is None:
-                continue
-            block.ref_cnt -= 1  # ours; whoever touched it has one, too
-            block._retention_id = 0
-            num_taken += 1
-            if last_batch.claims:
-                cover = self._covers.put(block, last_batch.claims, cover)
-        if last_batch is not None and num_taken:
-            kept.drop_count(last_batch, num_taken)
+        try:
+            for block in listed:
+                if block._retention_id <= 0:
+                    continue
+                if block._retention_id != last_id:
+                    self._hand_over(last_batch, cover, num_taken)
+                    last_id = block._retention_id
+                    last_batch = kept.find_batch(block)
+                    num_taken = 0
+                    cover = None
+                    new_id = 0
+                    if last_batch is not None and last_batch.claims:
+                        cover = self._covers.find(last_batch.claims)
+                        new_id = cover.retention_id
+                if last_batch is None:
+                    continue
+                block.ref_cnt -= 1  # the retention's reference; the caller has its own
+                block._retention_id = new_id
+                num_taken += 1
+            self._hand_over(last_batch, cover, num_taken)
+        except BaseException:
+            self._recover_at_once()
+            raise
+
+    def _hand_over(self, batch: Batch | None, cover: Cover | None, num_taken: int) -> None:
+        """Count blocks that went from a batch to a cover, or to none."""
+        if batch is None:
+            return
+        if cover is not None:
+            self._covers.count_more(cover, num_taken)
+        if num_taken:
+            self._kept.drop_count(batch, num_taken)
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""
@@ -368,24 +399,27 @@ class BlockRetention:
         if session_id is not None and session_id in self._sessions.by_id:
             self.end_session(session_id)
 
-    def free_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
+    def free_table(self, request_id: str, group_id: int, first: int, listed: list[KVCacheBlock]) -> None:
         """Free blocks of a request, its directives applied: those from place `first` on in its table.
 
-        Listed head first, freed tail first; the list is used up. Blocks that claims cover are kept when this
-        was the last reference.
+        Listed head first, freed tail first; the list is empty when the references have been taken over, in
+        the same step. Blocks that claims cover are kept when this was the last reference.
         Raises:
-            InvalidBlockError: as the pool does. Nothing has changed.
+            InvalidBlockError: as the pool does. No reference was taken over.
         """
+        if self._unfinished.is_marked:
+            self.recover()
         pool = self.block_pool
         ranges = self._directives.get(request_id)
         block_size = self._block_sizes[group_id]
         if ranges is None or block_size == 0:
-            blocks.reverse()
-            if is_any_known(blocks):
-                self._free_known(blocks)
+            listed.reverse()
+            if is_any_known(listed):
+                self._free_known(listed)
             else:
-                pool.free_blocks(blocks)
+                pool.free_out_of(listed)
             return
+        blocks = listed.copy()
         to_pool: list[KVCacheBlock] = []
         void: list[KVCacheBlock] = []
         shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
@@ -448,16 +482,19 @@ class BlockRetention:
                     if retention_id <= 0 or adds_some:
                         shared.append((block, block_claims))
             stretches.append((stretch, stretch_claims))
-        pool.free_blocks(to_pool)
-        for block in void:
-            self._drop_cover(block)
-        self._pins.fulfil(request_id, group_id, first, segments)
-        cover: Cover | None = None
-        for block, claims in shared:
-            cover = self._cover(block, claims, cover)
-        for stretch, claims in stretches:
-            if stretch:
-                self._keep(stretch, claims)
+        self._take_over(listed, to_pool, stretches, shared)
+        try:
+            for block in void:
+                self._drop_cover(block)
+            self._pins.fulfil(request_id, group_id, first, segments)
+            cover: Cover | None = None
+            for block, claims in shared:
+                cover = self._cover(block, claims, cover)
+            self._unfinished.covers = []
+            self._keep_stretches()
+        except BaseException:
+            self._recover_at_once()
+            raise
 
     def will_pin(self, request_id: str, group_id: int, index: int, block: KVCacheBlock) -> bool:
         """Would the block be pinned, not free, if this request, its last holder, gave it back now?
@@ -478,8 +515,14 @@ class BlockRetention:
 
     def forget_request(self, request_id: str) -> None:
         """The request has given all its blocks back. Its directives live on in the blocks they cover."""
-        self._directives.pop(request_id, None)
-        self._pins.forget_request(request_id)
+        if self._unfinished.is_marked:
+            self.recover()
+        try:
+            self._directives.pop(request_id, None)
+            self._pins.forget_request(request_id)
+        except BaseException:
+            self._recover_at_once()
+            raise
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """As `BlockPool.free_blocks`, but blocks that claims cover are kept when this was the last reference.
@@ -493,16 +536,33 @@ class BlockRetention:
         if not is_any_known(listed):
             self.block_pool.free_blocks(listed)
             return
-        for block in listed:
+        self.free_out_of(listed.copy())
+
+    def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
+        """As `free_blocks`; `ordered_blocks` is empty when its references are taken over, in the same step.
+
+        Blocks that were touched without `note_taken` may be among them, as an interrupted call leaves them.
+        """
+        if self._unfinished.is_marked:
+            self.recover()
+        if not is_any_known(ordered_blocks):
+            self.block_pool.free_out_of(ordered_blocks)
+            return
+        touched: list[KVCacheBlock] = []
+        for block in ordered_blocks:
             if self._kept.find_batch(block) is not None:
-                raise InvalidBlockError(
-                    "free_blocks() got a block that the retention keeps, so it is free; it takes blocks that "
-                    "are in use. Was it freed twice?"
-                )
-        self._free_known(listed)
+                if block.ref_cnt == 1:
+                    raise InvalidBlockError(
+                        "free_blocks() got a block that the retention keeps, so it is free; it takes blocks "
+                        "that are in use. Was it freed twice?"
+                    )
+                touched.append(block)
+        if touched:
+            self.note_taken(touched)
+        self._free_known(ordered_blocks)
 
     def _free_known(self, listed: list[KVCacheBlock]) -> None:
-        """Some of these blocks have claims, and none is kept."""
+        """Some of these blocks have claims, and none is kept. See `free_out_of`."""
         to_pool: list[KVCacheBlock] = []
         to_keep: list[KVCacheBlock] = []
         in_doubt: list[KVCacheBlock] = []
@@ -518,28 +578,67 @@ class BlockRetention:
             raise InvalidBlockError(
                 "free_blocks() got a block more often than it is referenced. Was it freed twice?"
             )
-        self.block_pool.free_blocks(to_pool)
-        for block in in_doubt:
-            if block._retention_id == 0 or block.ref_cnt != 0:
-                continue
-            if block._retention_id > 0 and block._block_hash is not None:
-                self.block_pool.touch([block])  # each of its references was in this list
-                to_keep.append(block)
-            else:
-                self._drop_cover(block)
+        stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
         stretch: list[KVCacheBlock] = []
-        claims: tuple[Claim, ...] = NO_CLAIMS
         last_id: i32 = 0
         for block in to_keep:
             if block._retention_id != last_id:
-                if stretch:
-                    self._keep(stretch, claims)
-                    stretch = []
                 last_id = block._retention_id
-                claims = self._get_claims(block)
+                stretch = []
+                stretches.append((stretch, self._get_claims(block)))
             stretch.append(block)
-        if stretch:
-            self._keep(stretch, claims)
+        self._take_over(listed, to_pool, stretches, [])
+        try:
+            for block in in_doubt:
+                if block._retention_id == 0 or block.ref_cnt != 0:
+                    continue
+                if block._retention_id > 0 and block._block_hash is not None:
+                    again: list[KVCacheBlock] = []
+                    stretches.append((again, self._get_claims(block)))
+                    self.block_pool.touch_onto([block], again)  # each of its references was in this list
+                else:
+                    self._drop_cover(block)
+            self._keep_stretches()
+        except BaseException:
+            self._recover_at_once()
+            raise
+
+    def _take_over(
+        self,
+        listed: list[KVCacheBlock],
+        to_pool: list[KVCacheBlock],
+        stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]],
+        shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]],
+    ) -> None:
+        """Take over the references of `listed` in one step, and give those of `to_pool` to the pool.
+
+        Raises:
+            InvalidBlockError: as the pool does. Nothing has changed.
+        """
+        unfinished = self._unfinished
+        before = listed.copy()
+        try:
+            unfinished.leaving = to_pool
+            unfinished.covers = shared
+            unfinished.stretches = stretches
+            listed.clear()  # no call between these
+            self.block_pool.free_out_of(to_pool)
+        except KVPoolError:
+            unfinished.leaving = []
+            unfinished.covers = []
+            unfinished.stretches = []
+            listed += before
+            raise
+        except BaseException:
+            self._recover_at_once()
+            raise
+
+    def _keep_stretches(self) -> None:
+        """Keep what was taken over, in order."""
+        for stretch, claims in self._unfinished.stretches:
+            if stretch:
+                self._keep(stretch, claims)
+        self._unfinished.stretches = []
 
     def make_room(self, num_blocks: int) -> None:
         """`pool.get_new_blocks(num_blocks)` is next: let it get those that are worth least.
@@ -548,7 +647,7 @@ class BlockRetention:
         among them have been touched before. When `num_blocks` are not to be had, nothing changes.
         Cost: O(num_blocks).
         """
-        if self._kept.num_blocks == 0:
+        if self._kept.num_blocks == 0 and not self._unfinished.is_marked:
             return
         self._apply_clock()
         queue = self.block_pool.free_block_queue
@@ -569,17 +668,31 @@ class BlockRetention:
                 num_empty += 1
                 block = block.next_free_block
             num_wanted = num_blocks - num_empty
-        victims = self._kept.take_victims(num_wanted, DEFAULT_PRIORITY)
-        if num_blocks > num_free + len(victims):
-            victims += self._kept.take_victims(num_blocks - num_free - len(victims), PINNED)
-        if not victims:
-            return
-        if isinstance(self.block_pool, RunPoolCore):  # it does not take from the front if it need not
-            self._release(victims)
-            return
-        for block in victims:
-            block.ref_cnt = 0
-        queue.prepend_n(victims)
+        victims = self._unfinished.victims
+        first: KVCacheBlock | None = None
+        last: KVCacheBlock | None = None
+        try:
+            self._kept.take_victims(num_wanted, DEFAULT_PRIORITY, victims)
+            if num_blocks > num_free + len(victims):
+                self._kept.take_victims(num_blocks - num_free - len(victims), PINNED, victims)
+            if not victims:
+                return
+            if isinstance(self.block_pool, RunPoolCore):  # it does not take from the front if it need not
+                self._release()
+                return
+            for block in victims:
+                block.ref_cnt = 0
+                if last is None:
+                    first = block
+                else:
+                    last.next_free_block = block
+                    block.prev_free_block = last
+                last = block
+            queue.splice(first, last, len(victims), None, None, 0)
+            self._unfinished.victims = []  # no call since the blocks were linked
+        except BaseException:
+            self._recover_at_once()
+            raise
 
     def reclaim(self, num_blocks: int) -> int:
         """Give so many kept blocks back to the pool, evicted, at the front of its queue.
@@ -589,20 +702,33 @@ class BlockRetention:
             How many: fewer only when no more are kept.
         """
         self._apply_clock()
-        victims = self._kept.take_victims(num_blocks, PINNED)
-        self._release(victims)
-        return len(victims)
+        victims = self._unfinished.victims
+        try:
+            self._kept.take_victims(num_blocks, PINNED, victims)
+            num_victims = len(victims)
+            self._release()
+        except BaseException:
+            self._recover_at_once()
+            raise
+        return num_victims
 
     def forget_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """These blocks were evicted from the prefix cache: nothing keeps them any more."""
-        released: list[KVCacheBlock] = []
-        for block in blocks:
-            batch = self._kept.find_batch(block)
-            if batch is not None:
-                self._kept.drop(block, batch)
-                released.append(block)
-            self._drop_cover(block)
-        self.block_pool.free_blocks(released)
+        if self._unfinished.is_marked:
+            self.recover()
+        loose = self._unfinished.loose
+        try:
+            for block in blocks:
+                batch = self._kept.find_batch(block)
+                if batch is not None:
+                    block._retention_id = 0
+                    loose.append(block)  # no call in between
+                    self._kept.drop_count(batch, 1)
+                self._drop_cover(block)
+            self.block_pool.free_out_of(loose)
+        except BaseException:
+            self._recover_at_once()
+            raise
 
     def release_all(self) -> None:
         """Keep nothing, pins and sessions included; what requests have been told for later stays.
@@ -610,12 +736,112 @@ class BlockRetention:
         The blocks are free, cached as they were, the most valuable last in the queue. O(blocks of the pool).
         """
         self._apply_clock()
-        victims = self._kept.take_victims(self._kept.num_blocks, PINNED + 1)
-        self._sessions.clear()
+        victims = self._unfinished.victims
+        try:
+            self._kept.take_victims(self._kept.num_blocks, PINNED + 1, victims)
+            self._sessions.clear()
+            self._deadlines.clear()
+            self._covers.drop_all(self.block_pool.blocks)
+            self._pins.blocks.clear()
+            self.block_pool.free_out_of(victims)
+        except BaseException:
+            self._recover_at_once()
+            raise
+
+    # ---- interrupts --------------------------------------------------------------------------------
+
+    def _recover_at_once(self) -> None:
+        self._unfinished.is_marked = True
+        if not self._unfinished.is_recovering:
+            self.recover()
+
+    def recover(self) -> None:
+        """Complete a call that an exception interrupted; may itself be interrupted and called again.
+
+        Every counter and every deadline is derived from the blocks first. O(blocks of the pool).
+        """
+        unfinished = self._unfinished
+        unfinished.is_marked = True
+        unfinished.is_recovering = True
+        try:
+            self._complete()
+            unfinished.is_marked = False
+        finally:
+            unfinished.is_recovering = False
+
+    def _complete(self) -> None:
+        unfinished = self._unfinished
+        pool = self.block_pool
+        kept = self._kept
+        pool.touch([])  # completes what was interrupted there
+        for block in pool.blocks:
+            if block._block_hash is None and kept.find_batch(block) is not None:
+                block._retention_id = 0
+                unfinished.loose.append(block)  # no call in between
+        for block in unfinished.victims:
+            block.ref_cnt = 1
+            block.prev_free_block = None
+            block.next_free_block = None
+        pool.free_out_of(unfinished.victims)
+        pool.free_out_of(unfinished.leaving)
+        unfinished.loose = [block for block in unfinished.loose if kept.find_batch(block) is None]
+        pool.free_out_of(unfinished.loose)
+        self._rebuild()
+        for block, claims in unfinished.covers:
+            if block.ref_cnt > 0 and kept.find_batch(block) is None:
+                self._covers.put(block, claims, None)
+        unfinished.covers = []
+        unfinished.stretches = [
+            ([block for block in stretch if kept.find_batch(block) is None], claims)
+            for stretch, claims in unfinished.stretches
+        ]
+        self._keep_stretches()
+        places = [place for place in unfinished.places if kept.find_batch(place[2]) is None]
+        places.sort(key=get_place)
+        self._file_all(places)
+        unfinished.places = []
+        change = unfinished.change
+        if change is not None:
+            self._set_claims(change[0], change[1], change[2])
+        self._end_lost_sessions()
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Derive everything that is counted from what is said of the blocks."""
+        blocks = self.block_pool.blocks
         self._deadlines.clear()
-        self._covers.drop_all(self.block_pool.blocks)
-        self._pins.blocks.clear()
-        self.block_pool.free_blocks(victims)
+        for session in self._sessions.by_id.values():
+            session.changes_at = session.claim.until
+            self._last_number += 1
+            self._deadlines.push(session, self._last_number)
+        self._kept.rebuild(blocks)
+        self._covers.rebuild(blocks)
+        self._ids.rebuild(blocks)
+        pinned: set[KVCacheBlock] = set()
+        for block in blocks:
+            thing = self._ids.find(block)
+            if thing is not None and is_pin(thing.claims):
+                pinned.add(block)
+        self._pins.rebuild(pinned)
+
+    def _end_lost_sessions(self) -> None:
+        """Remove the claims of sessions that are not in the list of sessions."""
+        known: set[Claim] = set()
+        for session in self._sessions.by_id.values():
+            known.add(session.claim)
+        now = self._clock()
+        blocks: list[KVCacheBlock] = []
+        new_claims: list[tuple[Claim, ...]] = []
+        for block in self.block_pool.blocks:
+            claims = self._get_claims(block)
+            left = tuple(
+                [claim for claim in claims if not claim.is_session or claim in known or claim.until <= now]
+            )
+            if len(left) < len(claims):
+                blocks.append(block)
+                new_claims.append(left)
+        if blocks:
+            self._set_claims(blocks, new_claims, False)
 
     # ---- claims ------------------------------------------------------------------------------------
 
@@ -693,11 +919,24 @@ class BlockRetention:
             counts_anew: durations of free blocks count from now; else those of kept blocks go on.
         A kept block keeps its place in the order of becoming free, one that was only free gets the last.
         """
+        unfinished = self._unfinished
+        try:
+            unfinished.change = (blocks, new_claims, counts_anew)
+            self._change_claims(blocks, new_claims, counts_anew)
+            unfinished.change = None
+        except BaseException:
+            self._recover_at_once()
+            raise
+
+    def _change_claims(
+        self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], counts_anew: bool
+    ) -> None:
+        unfinished = self._unfinished
         now = self._clock()
         kept = self._kept
         changed: dict[KVCacheBlock, tuple[Claim, ...]] = {}
         broken_up: dict[Batch, None] = {}
-        fresh: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
+        fresh: list[Place] = []
         plain: list[KVCacheBlock] = []
         cover: Cover | None = None
         last_claims: tuple[Claim, ...] = NO_CLAIMS
@@ -724,7 +963,7 @@ class BlockRetention:
         self._last_number = number
         # What is left of a batch is filed anew, in stretches. Those whose time is up stay as they are:
         # nothing that ends later comes between them.
-        again: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]] = []
+        again: list[Place] = unfinished.places
         for batch in broken_up:
             is_over = not batch.claims
             retention_id = batch.retention_id
@@ -734,21 +973,28 @@ class BlockRetention:
                 is_changed = block in changed
                 if is_over and not is_changed:
                     continue
-                kept.drop(block, batch)
                 claims = changed[block] if is_changed else batch.claims
+                # The reference goes from the batch to a list without a call in between.
                 if claims:
                     freed_at = now if is_changed and counts_anew else batch.freed_at
-                    again.append((batch.number + place, freed_at, block, claims))
+                    new_place = (batch.number + place, freed_at, block, claims)
+                    block._retention_id = 0
+                    again.append(new_place)
                 else:
+                    block._retention_id = 0
+                    unfinished.loose.append(block)
                     self._pins.drop(block)
-        again.sort(key=get_place)
-        self._file_all(again)
+                kept.drop_count(batch, 1)
+        self._file_all(sorted(again, key=get_place))
+        unfinished.places = []
         if fresh:
-            self.block_pool.touch([block for _, _, block, _ in fresh])
+            self.block_pool.touch_onto([block for _, _, block, _ in fresh], unfinished.loose)
             self._file_all(fresh)
-        self.block_pool.free_blocks(plain)
+        unfinished.leaving = plain
+        unfinished.loose = []
+        self.block_pool.free_out_of(plain)
 
-    def _file_all(self, places: list[tuple[int, float, KVCacheBlock, tuple[Claim, ...]]]) -> None:
+    def _file_all(self, places: list[Place]) -> None:
         """Put blocks whose reference is ours into batches: (number, freed at, block, claims in force)."""
         blocks: list[KVCacheBlock] = []
         first = 0
@@ -780,29 +1026,38 @@ class BlockRetention:
         elif self._pins.blocks:
             self._pins.blocks.difference_update(blocks)
         if not live:  # their sessions ended while they were in use
-            self.block_pool.free_blocks(blocks)
+            self.block_pool.free_out_of(blocks)
             return
         batch = Batch(blocks, live, now, self._last_number + 1)
         self._last_number += len(blocks)
         self._kept.add(batch)
 
-    def _release(self, victims: list[KVCacheBlock]) -> None:
-        """Evict them, so that the pool puts them to the front of its queue, whatever kind of pool it is.
+    def _release(self) -> None:
+        """Evict the victims, so that any kind of pool puts them to the front of its queue.
 
         Colder tiers get what is in them: they will be taken next.
         """
+        victims = self._unfinished.victims
         tiers = self.block_pool.colder_tiers
         if tiers is not None:
             tiers.on_blocks_reused([block for block in victims if block.block_hash is not None])
         self.block_pool.evict_blocks([block.block_id for block in victims])
-        self.block_pool.free_blocks(victims)
+        self.block_pool.free_out_of(victims)
 
     def _apply_clock(self) -> None:
         """Let everything that is over by now be over, one after the other. O(1) if nothing is."""
+        if self._unfinished.is_marked and not self._unfinished.is_recovering:
+            self.recover()
         entries = self._deadlines.entries
         if not entries or entries[0][0] > self._clock():
             return
-        now = self._clock()
+        try:
+            self._end_due(self._clock())
+        except BaseException:
+            self._recover_at_once()
+            raise
+
+    def _end_due(self, now: float) -> None:
         ending = self._deadlines.pop_due(now)
         while ending is not None:
             if isinstance(ending, Session):
@@ -818,6 +1073,6 @@ class BlockRetention:
             ending = self._deadlines.pop_due(now)
 
 
-def get_place(place: tuple[int, float, KVCacheBlock, tuple[Claim, ...]]) -> int:
+def get_place(place: Place) -> int:
     """A block's number in the order of becoming free."""
     return place[0]

@@ -47,15 +47,25 @@ class Covers:
             self.drop(block)
         cover = likely
         if cover is None or cover.claims is not claims or cover.num_blocks == 0:
-            cover = self.by_claims.get(claims)
-            if cover is None:
-                cover = Cover(claims)
-                cover.retention_id = self._ids.add(cover)
-                self.by_claims[claims] = cover
+            cover = self.find(claims)
         block._retention_id = cover.retention_id
         cover.num_blocks += 1
         self.num_blocks += 1
         return cover
+
+    def find(self, claims: tuple[Claim, ...]) -> Cover:
+        """Return the cover of these claims, at least one; a new one has no blocks yet."""
+        cover = self.by_claims.get(claims)
+        if cover is None:
+            cover = Cover(claims)
+            cover.retention_id = self._ids.add(cover)
+            self.by_claims[claims] = cover
+        return cover
+
+    def count_more(self, cover: Cover, num_blocks: int) -> None:
+        """Count blocks that have got the number of the cover."""
+        cover.num_blocks += num_blocks
+        self.num_blocks += num_blocks
 
     def drop(self, block: KVCacheBlock) -> None:
         """Nothing is known any more of a block that is covered, void or not."""
@@ -100,3 +110,21 @@ class Covers:
             self._ids.remove(cover.retention_id)
         self.by_claims.clear()
         self.num_blocks = 0
+
+    def rebuild(self, blocks: tuple[KVCacheBlock, ...]) -> None:
+        """Derive the counts from the numbers of all blocks of the pool; free blocks lose their claims."""
+        by_claims: dict[tuple[Claim, ...], Cover] = {}
+        counts: dict[Cover, int] = {}
+        for block in blocks:
+            cover = self._ids.find(block)
+            if not isinstance(cover, Cover):
+                continue
+            if block.ref_cnt == 0:
+                block._retention_id = 0
+                continue
+            by_claims[cover.claims] = cover
+            counts[cover] = counts.get(cover, 0) + 1
+        for cover, num_blocks in counts.items():
+            cover.num_blocks = num_blocks
+        self.by_claims = by_claims
+        self.num_blocks = sum(counts.values())

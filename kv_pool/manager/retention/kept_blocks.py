@@ -88,11 +88,14 @@ class KeptBlocks:
             self._take_from_bucket(batch)
             self._forget(batch)
 
-    def take_victims(self, num_blocks: int, end: int) -> list[KVCacheBlock]:
-        """Up to so many blocks of a strength below `end`, first to go first; kept no longer."""
-        victims: list[KVCacheBlock] = []
+    def take_victims(self, num_blocks: int, end: int, victims: list[KVCacheBlock]) -> None:
+        """Append up to `num_blocks` blocks of a strength below `end` to `victims`; they are kept no longer.
+
+        The first to be reused comes first. A block is appended in the same step in which it leaves its batch.
+        """
         if num_blocks <= 0:
-            return victims
+            return
+        num_wanted = len(victims) + num_blocks
         for strength in sorted(self.buckets):
             if strength >= end:
                 break
@@ -106,9 +109,9 @@ class KeptBlocks:
                 num_before = len(victims)
                 retention_id = batch.retention_id
                 index = batch.first
-                num_left = min(batch.num_kept, num_blocks - num_before)
+                num_left = min(batch.num_kept, num_wanted - num_before)
                 if num_left == 0:
-                    return victims
+                    return
                 blocks = batch.blocks
                 while num_left > 0:
                     block = blocks[index]
@@ -119,7 +122,6 @@ class KeptBlocks:
                         num_left -= 1
                 batch.first = index
                 self.drop_count(batch, len(victims) - num_before)
-        return victims
 
     def end_claims(self, batch: Batch) -> None:
         """At `changes_at` some of its claims are over; it goes to where those that are left put it."""
@@ -128,6 +130,29 @@ class KeptBlocks:
         if batch.strength == PINNED:
             self.num_pinned -= batch.num_kept
         self._put_into_bucket(batch)
+
+    def rebuild(self, blocks: tuple[KVCacheBlock, ...]) -> None:
+        """Derive buckets, counts and deadlines from the numbers of all blocks of the pool.
+
+        The deadlines have been cleared.
+        """
+        counts: dict[Batch, int] = {}
+        for bucket in list(self.buckets.values()):
+            for batch in list(bucket):  # in the order of expiry, where they have expired
+                counts[batch] = 0
+        for block in blocks:
+            kept_in = self.find_batch(block)
+            if kept_in is not None:
+                counts[kept_in] = counts.get(kept_in, 0) + 1
+        self.buckets = {}
+        self.unsorted = set()
+        self.num_pinned = 0
+        for batch, num_kept in counts.items():
+            batch.num_kept = num_kept
+            batch.changes_at = NEVER
+            if num_kept:
+                self._put_into_bucket(batch)
+        self.num_blocks = sum(counts.values())
 
     def _put_into_bucket(self, batch: Batch) -> None:
         """By the claims it has, which are all in force, or none."""

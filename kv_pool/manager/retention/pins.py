@@ -32,6 +32,11 @@ class Pins:
         if self.blocks:
             self.blocks.discard(block)
 
+    def rebuild(self, blocks: set[KVCacheBlock]) -> None:
+        """Take over the pinned blocks, and count the promised ones."""
+        self.blocks = blocks
+        self.num_promised = sum([len(places) for places in self.promised.values()])
+
     def count(self) -> int:
         """Pinned and promised."""
         return len(self.blocks) + self.num_promised

@@ -36,6 +36,19 @@ class RetentionIds:
         self.things[retention_id] = None
         self._unused.append(retention_id)
 
+    def rebuild(self, blocks: tuple[KVCacheBlock, ...]) -> None:
+        """Make every number available again that no block of the pool has."""
+        used: set[int] = set()
+        for block in blocks:
+            retention_id: int = block._retention_id
+            used.add(-retention_id if retention_id < 0 else retention_id)
+        unused: list[int] = []
+        for retention_id in range(1, len(self.things)):
+            if retention_id not in used:
+                self.things[retention_id] = None
+                unused.append(retention_id)
+        self._unused = unused
+
 
 def is_any_known(blocks: list[KVCacheBlock]) -> bool:
     """Does a retention know something of any of these blocks?"""

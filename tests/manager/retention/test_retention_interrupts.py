@@ -1,0 +1,142 @@
+"""Calls of a `BlockRetention` that a signal handler breaks off: each block is kept, in use or free."""
+
+import pytest
+from interrupting import interrupt_everywhere
+
+from kv_pool import BlockHasher, BlockPool, BlockRetention, KVCacheManager, Request, RetentionDirective
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.manager.invariants import check_leases, check_manager, check_retention
+from kv_pool.manager.leases import BlockLeases
+
+HASHER = BlockHasher("sha256", "s", 4)
+POOLS = {"blocks": BlockPool, "runs": RunBlockPool}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """Prompts that are kept for several reasons, and two requests that run and share a prefix."""
+
+    def __init__(self, pool_class=BlockPool):
+        self.clock = Clock()
+        self.pool = pool_class(31, True, 4, enable_kv_cache_events=True)
+        self.retention = BlockRetention(self.pool, self.clock, max_pinned_blocks=6, max_sessions=2)
+        self.manager = KVCacheManager(self.pool, retention=self.retention)
+        self.leases = BlockLeases(self.pool, self.clock, self.retention)
+        self.requests = {}
+        self.run("low", 200, RetentionDirective(0, 12, priority=10))
+        self.run("high", 300, RetentionDirective(0, 12, priority=90), RetentionDirective(4, 8, 95))
+        self.run("short", 400, RetentionDirective(0, 8, priority=80, duration_s=5.0))
+        self.run("pinned", 500, RetentionDirective(0, 8, pin=True, duration_s=50.0))
+        self.run("plain", 600)
+        self.run("chat", 700, session_id="one")
+        self.retention.keep_session("one", self.requests["chat"], until=150.0)
+        self.start("running", 300, RetentionDirective(0, 16, priority=70), num_tokens=16)
+        self.start("sharing", 300, RetentionDirective(0, 8, pin=True, duration_s=9.0), num_tokens=16)
+        self.lease = self.leases.lend(self.find("short"), 150.0, "reader")
+        self.manager.take_events()
+
+    def make(self, name, start, num_tokens=12, session_id=None):
+        request = Request(name, range(start, start + num_tokens), HASHER, session_id=session_id)
+        self.requests[name] = request
+        return request
+
+    def start(self, name, start, *directives, num_tokens=12, session_id=None):
+        request = self.make(name, start, num_tokens, session_id)
+        self.retention.set_directives(name, directives)
+        prefix = self.manager.get_computed_blocks(request)
+        self.manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+        request.num_computed_tokens = request.num_tokens
+        return request
+
+    def run(self, name, start, *directives, session_id=None):
+        self.manager.free(self.start(name, start, *directives, session_id=session_id))
+
+    def find(self, name):
+        """The cached blocks of the request's prompt."""
+        hashes = self.requests[name].block_hashes
+        return [block for one in hashes for block in self.pool.get_cached_block(one, [0]) or ()]
+
+    def admit(self, name, start, num_tokens, session_id=None):
+        request = self.make(name, start, num_tokens, session_id)
+        prefix = self.manager.get_computed_blocks(request)
+        self.manager.allocate_slots(request, num_tokens - prefix.num_tokens, prefix)
+
+    def wait(self, seconds):
+        self.clock.now += seconds
+
+    def check(self):
+        self.retention.list_sessions()
+        self.pool.get_new_blocks(0)
+        check_retention(self.retention)
+        invariants.check(self.pool)
+        check_leases(self.leases)
+        held = [block for lease in self.leases.list_leases() for block in lease.blocks]
+        held += [block for block in self.pool.blocks if self.retention._kept.find_batch(block) is not None]
+        check_manager(self.manager, self.requests.values(), held)
+        assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases())
+
+
+def end_claims(bench):
+    bench.wait(20)
+    assert bench.retention.num_pins >= 0
+
+
+def end_session(bench):
+    bench.wait(60)
+    assert bench.retention.num_kept >= 0
+
+
+RETENTION_CALLS = {
+    "directives set": lambda bench: bench.retention.set_directives(
+        "running", [RetentionDirective(0, 8, pin=True), RetentionDirective(8, 16, priority=5)]
+    ),
+    "directives changed": lambda bench: bench.retention.change_directives(
+        bench.requests["high"], [RetentionDirective(0, 8, priority=3), RetentionDirective(4, 12, pin=True)]
+    ),
+    "directives of free blocks": lambda bench: bench.retention.change_directives(
+        bench.requests["plain"], [RetentionDirective(0, 12, priority=60)]
+    ),
+    "directives taken off": lambda bench: bench.retention.change_directives(
+        bench.requests["pinned"], [RetentionDirective(0, 12)]
+    ),
+    "a session kept": lambda bench: bench.retention.keep_session("two", bench.requests["low"], 140.0),
+    "a session kept again": lambda bench: bench.retention.keep_session("one", bench.requests["high"], 140.0),
+    "a session ended": lambda bench: bench.retention.end_session("one"),
+    "claims over": end_claims,
+    "a session over": end_session,
+    "room made": lambda bench: bench.retention.make_room(14),
+    "blocks reclaimed": lambda bench: bench.retention.reclaim(5),
+    "blocks forgotten": lambda bench: bench.retention.forget_blocks(bench.find("high")),
+    "all released": lambda bench: bench.retention.release_all(),
+    "a request forgotten": lambda bench: bench.retention.forget_request("sharing"),
+}
+MANAGER_CALLS = {
+    "admitted": lambda bench: bench.admit("new", 200, 20),
+    "admitted with much": lambda bench: bench.admit("new", 400, 36),
+    "admitted for a session": lambda bench: bench.admit("new", 700, 20, "one"),
+    "growing": lambda bench: bench.manager.allocate_slots(bench.requests["running"], 24),
+    "freed": lambda bench: bench.manager.free(bench.requests["running"]),
+    "freed with pins": lambda bench: bench.manager.free(bench.requests["sharing"]),
+    "evicted": lambda bench: bench.manager.evict_blocks({one.block_id for one in bench.find("pinned")}),
+}
+LEASE_CALLS = {
+    "lent from what is kept": lambda bench: bench.leases.lend(bench.find("low"), 150.0, "other"),
+    "lent while in use": lambda bench: bench.leases.lend(bench.find("high"), 150.0, "other"),
+    "given back": lambda bench: bench.lease.give_back(),
+}
+CALLS = {**RETENTION_CALLS, **MANAGER_CALLS, **LEASE_CALLS}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_leaves_each_block_kept_in_use_or_free(name, pool):
+    tried, broken = interrupt_everywhere(lambda: Bench(POOLS[pool]), CALLS[name], Bench.check)
+    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
