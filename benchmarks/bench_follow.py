@@ -33,6 +33,7 @@ EVENT_BLOCKS = 8
 STORES_PER_BATCH = 4
 BATCH_BLOCKS = EVENT_BLOCKS * STORES_PER_BATCH
 DYNAMO, HASHES, TOKENS, NOTHING = "Dynamo's indexer", "PrefixMirror", "PrefixMirror with tokens", "no mirror"
+SHARED_HASHES, SHARED_TOKENS = "the same, two publishers", "with tokens, two publishers"
 HOST = "127.0.0.1"
 
 
@@ -180,7 +181,11 @@ def measure_ours(name: str, feed: Feed, num_batches: int) -> float:
 
 def read(name: str, live: str, replay: str, num_batches: int) -> None:
     """Follow the stream to its end; print the CPU seconds."""
-    mirror = PrefixMirror(learns_tokens=name == TOKENS)
+    mirror = PrefixMirror(learns_tokens=name in (TOKENS, SHARED_TOKENS))
+    if name in (SHARED_HASHES, SHARED_TOKENS):
+        mirror.apply(
+            "other engine", [BlockStored([1], None, [0] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU", None)]
+        )
     before = cpu_seconds(os.getpid())
     with KVEventSubscriber(live, replay, max_held=1_000_000) as subscriber:
         for item in subscriber:
@@ -213,7 +218,7 @@ def main() -> None:
         name, live, replay, num_batches = options.read
         read(name, live, replay, int(num_batches))
         return
-    names = [NOTHING, HASHES, TOKENS] + ([DYNAMO] if options.dynamo else [])
+    names = [NOTHING, HASHES, SHARED_HASHES, TOKENS, SHARED_TOKENS] + ([DYNAMO] if options.dynamo else [])
     provenance = describe_run(names)
     if options.dynamo:
         script = "from importlib.metadata import version; print(version('ai-dynamo-runtime'))"
