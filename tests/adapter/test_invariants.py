@@ -72,7 +72,7 @@ def book_under_another_id(pool):
         (hold_a_free_block, "A3"),
         (count_a_reference_too_many, "A4"),
         (pin_too_many, "A5"),
-        (pin_a_free_block, "A5"),
+        (pin_a_free_block, "P7"),
         (miscount_the_blocks, "A6"),
         (leave_a_reference_unbooked, "A7"),
     ],
@@ -82,6 +82,14 @@ def test_damage_is_named_by_its_number(damage, number):
     damage(pool)
     with pytest.raises(CorruptedPoolError, match=f"^{number}:"):
         check(pool)
+
+
+def test_a_pinned_block_that_no_sequence_holds_is_noticed():
+    pool = make_pool()
+    taken = pool.block_pool.get_new_blocks(1)
+    pool.holdings.pins._counts[taken[0]] = 1
+    with pytest.raises(CorruptedPoolError, match=r"^A5:"):
+        check(pool, taken)
 
 
 def test_a_reference_of_nobody_is_noticed():
