@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import gc
 import inspect
 import itertools
 import random
@@ -111,11 +112,13 @@ def alarm_that_raises():
         raise Interrupt
 
     before = signal.signal(signal.SIGALRM, on_alarm)
+    gc.disable()  # what is raised in its callbacks and in finalizers is ignored
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        gc.enable()
 
 
 def run_until_interrupted(step, rng: random.Random, longest_s=0.0004):

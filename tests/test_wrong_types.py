@@ -264,6 +264,7 @@ HANDED_OVER = {
 NOT_WALKED = {
     BlockPool: HANDED_OVER,  # for what builds on pools: lists that the pool changes
     RunBlockPool: HANDED_OVER,
+    KVCacheManager: {"take_onto", "free_out_of"},
     GPUKVPool: {"attach", "dump", "load"},  # a node's part, and a file's
     BlockRetention: {  # for the manager
         "attach",
@@ -274,6 +275,7 @@ NOT_WALKED = {
         "will_pin",
         "forget_request",
         "free_blocks",
+        "free_out_of",
         "make_room",
         "reclaim",
         "forget_blocks",

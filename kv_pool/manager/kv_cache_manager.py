@@ -692,9 +692,23 @@ class KVCacheManager:
         """
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
+        return self.take_onto([], num_blocks)
+
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
+        """As `take_blocks`; the blocks are appended to `blocks` in the same step. See `BlockPool.take_onto`."""
         if self.retention is not None and self.retention.is_active:
             self.retention.make_room(num_blocks)
-        return self.block_pool.get_new_blocks(num_blocks)
+        return self.block_pool.take_onto(blocks, num_blocks)
+
+    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks that are in no table; `blocks` is empty afterwards, as after `BlockPool.free_out_of`.
+
+        Blocks of an interrupted call may be among them, touched without the retention's knowledge.
+        """
+        if self.retention is None:
+            self.block_pool.free_out_of(blocks)
+        else:
+            self.retention.free_out_of(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Give back blocks that are in no table, first to be reused first; a retention may keep some."""

@@ -35,6 +35,8 @@ from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSub
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 
+_ARRIVING = "arriving from another node"
+
 
 class _TableState(msgspec.Struct, array_like=True):
     """A block table in positions of the offer, -1 for the null block."""
@@ -194,16 +196,28 @@ class ManagerSite(MigrationSite):
                 f"no room for {len(missing)} blocks of another node: {max(0, num_available)} are free here "
                 f"of {self.manager.block_pool.num_gpu_blocks - 1}. Free a request, or choose another target"
             )
-        self._side.touch(present)
+        pool = self.manager.block_pool
+        before = list(self._rooms)
+        referenced: list[KVCacheBlock] = []
         try:
-            taken = iter(self._side.take_blocks(len(missing)))
+            pool.touch_onto(present, referenced)
+            if self.manager.retention is not None:
+                self.manager.retention.note_taken(present)
+            self.manager.take_onto(referenced, len(missing))
+            taken = iter(referenced[len(present) :])
+            blocks = [next(taken) if block is None else block for block in found]
+            room = Room(blocks, missing, pool.hold(blocks, _ARRIVING))
+            self._rooms.append((room, request_id))
+            return room
         except BaseException:
-            self._side.free_blocks(present[::-1])
+            self._rooms = before
+            booked = [room.hold for room, _ in before]
+            for hold in pool.holds.list_holds():
+                if hold.reason == _ARRIVING and hold not in booked:
+                    hold.release()
+            referenced.reverse()
+            self.manager.free_out_of(referenced)
             raise
-        blocks = [next(taken) if block is None else block for block in found]
-        room = Room(blocks, missing, self.manager.block_pool.hold(blocks, "arriving from another node"))
-        self._rooms.append((room, request_id))
-        return room
 
     def insert(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
         pool = self.manager.block_pool
