@@ -695,7 +695,7 @@ class KVCacheManager:
         return self.take_onto([], num_blocks)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
-        """As `take_blocks`; the blocks are appended to `blocks` in the same step. See `BlockPool.take_onto`."""
+        """As `take_blocks`; the blocks are appended to `blocks` in the same step: `BlockPool.take_onto`."""
         if self.retention is not None and self.retention.is_active:
             self.retention.make_room(num_blocks)
         return self.block_pool.take_onto(blocks, num_blocks)
