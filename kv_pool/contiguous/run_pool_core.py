@@ -29,7 +29,7 @@ DEFAULT_EARLY_SHARE = 0.2
 DEFAULT_RUN_LENGTH = 16
 
 
-# Each call changes the pool first, all or nothing, and then the index, which can be made anew from the pool.
+# Each call changes the pool first, all or nothing, and then the index, which can be rebuilt from the pool.
 # Whatever interrupts a call therefore ends in a rebuild.
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RunPoolCore(BlockPoolCore):
@@ -283,11 +283,11 @@ class RunPoolCore(BlockPoolCore):
         return self.run_index.list_runs()
 
     def get_watched_ids(self) -> Set[int]:
-        """The ids of blocks whose reuse somebody waits for; their content may still be read."""
+        """The ids of blocks with a reuse watcher; their content may still be read."""
         return self._reuse_watchers.keys()
 
     def rebuild_index(self) -> None:
-        """Make the index anew from the free queue, as after an edit of the queue by hand. O(blocks)."""
+        """Rebuild the index from the free queue, such as after an edit of the queue by hand. O(blocks)."""
         self.run_index.is_stale = True  # until it is done
         if self._unfinished:
             self._recover()
@@ -371,7 +371,7 @@ class RunPoolCore(BlockPoolCore):
     def shrink(self, num_blocks: int) -> None:
         """Remove the `num_blocks` blocks with the highest ids, all of which must be free. O(blocks).
 
-        One that is cached is evicted; whoever waits for its reuse is told.
+        A cached block is evicted, and its reuse watcher is called.
         Raises:
             InvalidArgumentError: negative, or no null block would be left. Nothing has changed.
             InvalidBlockError: one of them is in use: move it out of the way with `plan_drain`. Nothing has
@@ -416,7 +416,7 @@ def take_in_runs(
 ) -> list[KVCacheBlock] | None:
     """Take `num_blocks` blocks in long runs, by preference from `next_id` on; see `FreeRunIndex.choose`.
 
-    None, with nothing taken: there are not so many, or the index was wrong and `is_stale` now.
+    Return None, with nothing taken, if fewer blocks are free, or if the index was wrong; it `is_stale` then.
     Raises:
         As `take_blocks`. Nothing was taken; the index is stale.
     """

@@ -159,7 +159,7 @@ class BlockPoolCore(PrefixCache):
             tiers.on_blocks_reused([block for block in taken if block._block_hash is not None])
 
     def _tell_watchers(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Call, once and in order, whoever waits for these blocks to be reused."""
+        """Call the reuse watchers of these blocks, in order, and forget them."""
         for block in blocks:
             on_reuse = self._reuse_watchers.get(block.block_id)
             if on_reuse is not None:
@@ -488,7 +488,7 @@ class BlockPoolCore(PrefixCache):
     def remove_last_blocks(self, num_blocks: int) -> None:
         """Let the pool have `num_blocks` blocks less, those with the highest ids. O(number of blocks).
 
-        They are evicted where cached, and whoever waits for their reuse is told.
+        Cached ones are evicted, and their reuse watchers are called.
         Raises:
             InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
             InvalidBlockError: one of them is in use, or the null block. Nothing has changed.
@@ -742,7 +742,7 @@ def _describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: 
 
 
 def give_content_away(pool: BlockPoolCore, taken: list[KVCacheBlock], any_cached: bool) -> None:
-    """Tell whoever watches that these blocks are taken, and evict what they hold."""
+    """Notify tiers and the observer that these blocks are taken, and evict what they hold."""
     if any_cached and pool.colder_tiers is not None:
         pool._tell_tiers(taken, pool.colder_tiers)
     if pool.metrics_collector is not None:
@@ -834,7 +834,7 @@ def raise_not_takeable(block: KVCacheBlock, owner: Any) -> NoReturn:
 
 
 def tell_watchers_of_next(pool: BlockPoolCore, num_blocks: int) -> None:
-    """Call, once and in order, whoever waits for the next `num_blocks` free blocks to be reused.
+    """Call the reuse watchers of the next `num_blocks` free blocks, in order, and forget them.
 
     They are off the queue meanwhile, and back at its front even if a watcher raises.
     """
@@ -848,7 +848,7 @@ def tell_watchers_of_next(pool: BlockPoolCore, num_blocks: int) -> None:
 
 
 def tell_watchers_of(pool: BlockPoolCore, blocks: list[KVCacheBlock]) -> None:
-    """Call whoever waits for these free blocks, off the queue meanwhile and at its front afterwards."""
+    """Call the reuse watchers of these free blocks, off the queue meanwhile, then at its front."""
     queue = pool.free_block_queue
     num_free = queue.num_free_blocks
     num_blocks = len(blocks)
