@@ -9,13 +9,10 @@ Gone from the build *no checks*:
     - the comparison of `ref_cnt` in `get_new_blocks`; vLLM has it, too, as an assertion, but it counts here;
     - a loop that is empty then: the first walk of `evict_blocks`.
 
-Gone from *no checks or undo* as well, since a pool without checks would hardly have them:
-    - the other `try` around a walk, and the count of what is done (`free_blocks`, `touch`, `unpin_blocks`);
-    - the first walk of `cache_full_blocks`, which besides finds null blocks, for a mask or events only.
-
-Kept in all of them: the comparisons of owners by which `free_blocks` sends a block to its own pool, as vLLM's
-callers need; checks for links that are None, since the compiler wants to know the types; checks of arguments
-that are not blocks, once a call; what `free_queue.py`, `hash_map.py` and `block.py` check.
+Kept in both: what undoes a call, since an interrupt can end it as well as a check; the comparisons of
+owners by which `free_blocks` sends a block to its own pool, as vLLM's callers need; checks for links that
+are None, since the compiler wants to know the types; checks of arguments that are not blocks, once a call;
+what `free_queue.py`, `hash_map.py` and `block.py` check.
 """
 
 import argparse
@@ -40,8 +37,8 @@ from typing import Any
 
 from bench_block_pool import BLOCK_SIZE, BenchRequest, describe_run, find_version, make_request, summarize
 
-WITH, AGAIN, NO_CHECKS, NO_UNDO = "with checks", "with checks again", "no checks", "no checks or undo"
-BUILDS = {WITH: WITH, AGAIN: WITH, NO_CHECKS: NO_CHECKS, NO_UNDO: NO_UNDO}
+WITH, AGAIN, NO_CHECKS = "with checks", "with checks again", "no checks"
+BUILDS = {WITH: WITH, AGAIN: WITH, NO_CHECKS: NO_CHECKS}
 """What is compared, and the build that each runs: the second run of one build shows the noise."""
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
@@ -50,22 +47,22 @@ STRIPPED_FILES = ("kv_pool/core/pool_core.py", "kv_pool/core/prefix_cache.py")
 
 # How many checks each function has. Where the code moves this has to follow, or something else is measured.
 NUM_CHECKS = {
-    "get_new_blocks": 1,
-    "touch": 1,
-    "free_blocks": 1,
+    "take_first": 1,
+    "take_listed": 1,
+    "touch_all": 2,
+    "free_all": 1,
     "unpin_blocks": 2,
-    "evict_blocks": 2,
+    "evict_blocks": 1,
     "_group_by_pool": 2,
     "cache_full_blocks": 4,
     "cache_partial_block": 2,
     "_insert_block_hash": 2,
+    "insert_key": 1,
     "move_block_hashes": 4,
     "_maybe_evict_cached_block": 1,
-    "take_blocks": 2,
+    "swap_block_ids": 1,
     "remove_last_blocks": 1,
 }
-# How many statements serve only to undo what a failed check left half done.
-NUM_UNDOING = {"free_blocks": 5, "take_blocks": 1, "touch": 4, "unpin_blocks": 3, "cache_full_blocks": 3}
 
 REQUEST_BLOCKS = 64
 HIT_BLOCKS = 256
@@ -110,6 +107,8 @@ class Stripper(ast.NodeTransformer):
             "_check_stranger",
             "raise_typed",
             "raise_not_queued",
+            "raise_not_takeable",
+            "check_takeable",
         ):  # only called where something is wrong
             return node
         self.function = node.name
@@ -126,6 +125,7 @@ class CheckStripper(Stripper):
             or (self.loop_depth > 0 and is_raise_of(first, "InvalidTypeError"))
             or is_call_of(first, "check_ours")
             or is_call_of(first, "_check_stranger")
+            or (is_call_of(first, "raise_not_takeable") and "is None" not in ast.unparse(node.test))
         )
         if is_check:
             self.count()
@@ -136,7 +136,7 @@ class CheckStripper(Stripper):
         # The comparison goes, `block is None` stays, and mypyc wants the constant where it knows of None.
         if ast.unparse(node.test) == "block is None or block.ref_cnt != 0":
             self.count()
-            return ast.parse("if block is None:\n    self._undo_take(taken, None)").body[0]
+            return ast.parse("if block is None:\n    raise CorruptedPoolError('')").body[0]
         return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
@@ -154,50 +154,6 @@ class CheckStripper(Stripper):
     def visit_Try(self, node: ast.Try) -> ast.AST | None:
         self.generic_visit(node)
         return node if node.body else None
-
-
-class UndoStripper(Stripper):
-    """Takes out, after the checks, what kept calls all or nothing."""
-
-    def visit_Try(self, node: ast.Try) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        if not any(is_call_of(handler.body[-1], "raise_typed") for handler in node.handlers):
-            return node
-        self.count()
-        return node.body
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
-        if ast.unparse(node.target) == "num_skipped":
-            self.count()
-            node.value = ast.parse(
-                "1 if block_mask is not None or self.enable_kv_cache_events else 0", mode="eval"
-            ).body
-        return self.drop_count(node, node.target)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST | None:
-        return self.drop_count(node, node.target)
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        if self.function == "unpin_blocks" and ast.unparse(node) == "index = -1":
-            self.count()
-            return None
-        return node
-
-    def drop_count(self, node: ast.stmt, target: ast.expr) -> ast.AST | None:
-        if self.function in ("free_blocks", "touch") and ast.unparse(target) == "num_done":
-            self.count()
-            return None
-        return node
-
-    def visit_For(self, node: ast.For) -> ast.AST | None:
-        self.generic_visit(node)
-        if self.function == "cache_full_blocks" and ast.unparse(node.iter) == "zip(range_blocks, hashes)":
-            self.count()
-            return None
-        if self.function == "unpin_blocks" and ast.unparse(node.iter) == "enumerate(listed)":
-            self.count()
-            return ast.For(ast.Name("block", ast.Store()), ast.Name("listed", ast.Load()), node.body, [])
-        return node
 
 
 def strip(directory: Path, stripper: Stripper, expected: dict[str, int]) -> None:
@@ -235,8 +191,6 @@ def build(name: str, directory: Path, is_compiled: bool) -> Path:
             shutil.copy(path, source / entry)
     if name != WITH:
         strip(source, CheckStripper(), NUM_CHECKS)
-    if name == NO_UNDO:
-        strip(source, UndoStripper(), NUM_UNDOING)
     if not is_compiled:
         return source
     print(f"compiling: {name}", file=sys.stderr)
