@@ -259,14 +259,14 @@ def test_defragmenting_while_a_prefix_arrives_leaves_right_keys_and_values():
         run_step(make_model(), sequences, [running[name]], [running[name].num_tokens])
 
     for number in range(3):
-        admit(here, number, range(40 + 10 * number, 49 + 10 * number))
+        admit(here, str(number), range(40 + 10 * number, 49 + 10 * number))
     admit(there, "computed there", PROMPT)
     lock = threading.RLock()
     num_moved = []
 
     def defragment():
         with lock:
-            here.free(running.pop(0))
+            here.free(running.pop("0"))
             num_moved.append(here.defragment(max_evictions=20))
             admit(here, "new", range(70, 90))
 
