@@ -283,6 +283,6 @@ def test_defragmenting_while_a_prefix_arrives_leaves_right_keys_and_values():
             here.defragment()
             arrived = make_request("arrived", PROMPT)
             assert here.admit(arrived) == 20
-            for request in (arrived, running[1], running[2], running["new"]):
+            for request in (arrived, running["1"], running["2"], running["new"]):
                 check_kv(here, request)
     assert num_moved[0] > 0
