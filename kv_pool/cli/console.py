@@ -1,4 +1,4 @@
-"""What every command prints through: any encoding, a reader that has gone, tables that stay whole, errors."""
+"""Printing for every command: any encoding, closed pipes, whole tables, errors."""
 
 import codecs
 import os

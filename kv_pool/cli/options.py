@@ -16,7 +16,7 @@ from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 from kv_pool.replay.trace_clock import EngineRates
 
 _ENGINE = "The engine the trace clock imagines"
-TIERS_PANEL = "Colder tiers, for cached blocks that the pool takes anew"
+TIERS_PANEL = "Lower tiers, for cached blocks that the pool reuses"
 MODEL_PANEL = "The model, for --memory, and where copies take time"
 EVENTS_PANEL = "Events"
 

@@ -32,7 +32,7 @@ class BlockHasher:
     Args:
         algorithm:
             `xxh3_128`: fast, 16 bytes. Not collision-resistant against an attacker with the seed, which is
-            therefore secret, and drawn anew when a process starts, unless it is given.
+            therefore secret; each process draws its own, unless one is given.
             `sha256`: 32 bytes, collision-resistant: the safe choice when tenants share a pool.
             `sha256_cbor`: 32 bytes, byte for byte what vLLM 0.33 computes under that name; the same in
             every process and language.

@@ -1,4 +1,4 @@
-"""What cannot be copied: objects that other objects refer to by identity."""
+"""Refuse to copy objects that other objects refer to by identity."""
 
 from typing import NoReturn
 

@@ -44,7 +44,7 @@ CLEARING_LINKS_OF_TAKEN: Final = 16
 UNDO_TAKING_LISTED: Final = 17
 
 MAX_REFERENCES: Final = 2**31 - 1
-"""Of one block; its count has 32 bits."""
+"""The most references that one block can have; the count has 32 bits."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -760,7 +760,7 @@ def take_listed(
     """See `BlockPoolCore.take_blocks`; appends the blocks to `onto` as well.
 
     Args:
-        is_reuse: False tells nobody, and evicts nothing.
+        is_reuse: False notifies no watcher and evicts nothing.
     """
     if pool._unfinished != NOTHING:
         pool._recover()
