@@ -24,11 +24,13 @@ NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "bloc
 CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
+    "block_spans",
     "event_filter",
     "held_blocks",
+    "place_blocks",
     "resident_blocks",
-    "sharded_dict",
     "stored_spans",
+    "stream_state",
     "token_keys",
 )
 # What every step of a scheduler goes through.

@@ -7,10 +7,12 @@ r"""A snapshot's events: each resident block once, parents before children, chai
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
+from kv_pool.events.block_spans import BlockSpan, ResidentBlock, unpack_tokens
 from kv_pool.events.pace import Pace
-from kv_pool.events.resident_blocks import Place, ResidentBlock, unpack_tokens
+from kv_pool.events.place_blocks import Place
 from kv_pool.events.resident_copy import Copies
 from kv_pool.events.sharded_dict import ShardedDict, find_shard
 from kv_pool.ids import ExternalBlockHash
@@ -118,40 +120,53 @@ class Chains:
 
 
 def is_alike(block: ResidentBlock, other: ResidentBlock) -> bool:
-    """Can one event tell of both?"""
-    if block.kind is not other.kind or (block.lookahead_token_ids is None) != (
-        other.lookahead_token_ids is None
-    ):
-        return False
-    if block.tokens is None or other.tokens is None:
-        return block.tokens is other.tokens
-    return len(block.tokens) == len(other.tokens)
+    """Return True if one event can tell of both."""
+    span, next_span = block.span, other.span
+    return span is next_span or (
+        span.kind is next_span.kind
+        and (span.tokens is None) == (next_span.tokens is None)
+        and (span.lookahead_token_ids is None) == (next_span.lookahead_token_ids is None)
+    )
 
 
 def make_event(place: Place, hashes: list[ExternalBlockHash], blocks: list[ResidentBlock]) -> BlockStored:
-    """One event for blocks that are alike, each the parent of the next."""
+    """Return one event for blocks that are alike, each the parent of the next."""
     first = blocks[0]
-    kind = first.kind
+    kind = first.span.kind
+    size = kind.block_size
     token_ids: list[int] = []
-    if first.tokens is not None:
-        packed = b"".join(block.tokens for block in blocks if block.tokens is not None)
-        token_ids = unpack_tokens(packed, len(blocks) * kind.block_size)
-    lookahead: list[list[int]] | None = None
-    if first.lookahead_token_ids is not None:
-        lookahead = [block.lookahead_token_ids or [] for block in blocks]
+    extra_keys: list[Any] = []
+    lookahead: list[Any] = []
+    for span, start, end in list_runs(blocks):
+        if span.tokens is not None:
+            tokens = unpack_tokens(span.tokens, len(span.hashes) * size)
+            token_ids += tokens[start * size : end * size]
+        extra_keys += span.extra_keys[start:end] if span.extra_keys else [None] * (end - start)
+        lookahead += span.lookahead_token_ids[start:end] if span.lookahead_token_ids else []
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=first.parent,
         token_ids=token_ids,
-        block_size=kind.block_size,
+        block_size=size,
         lora_id=kind.lora_id,
         medium=place.medium,
         lora_name=kind.lora_name,
-        extra_keys=[block.extra_keys for block in blocks] if kind.has_extra_keys else None,
+        extra_keys=extra_keys if kind.has_extra_keys else None,
         group_idx=place.group_idx,
         kv_cache_spec_kind=kind.kv_cache_spec_kind,
         kv_cache_spec_sliding_window=kind.kv_cache_spec_sliding_window,
         locality=place.locality,
         ownership=place.ownership,
-        lookahead_token_ids=lookahead,
+        lookahead_token_ids=lookahead if first.span.lookahead_token_ids is not None else None,
     )
+
+
+def list_runs(blocks: list[ResidentBlock]) -> list[tuple[BlockSpan, int, int]]:
+    """Return which blocks `[start, end)` of which spans these are."""
+    runs: list[tuple[BlockSpan, int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][0] is block.span and runs[-1][2] == block.position:
+            runs[-1] = block.span, runs[-1][1], block.position + 1
+        else:
+            runs.append((block.span, block.position, block.position + 1))
+    return runs

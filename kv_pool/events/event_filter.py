@@ -1,19 +1,27 @@
 """`EventFilter`: which events are sent instead of those of a batch."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
-from msgspec.structs import astuple
+from msgspec import Raw
+from msgspec.structs import astuple, replace
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.events.foreign_events import adopt
-from kv_pool.events.resident_blocks import BLOCK_SIZE, HASHES, PARENT, TOKEN_IDS, PlaceBlocks, ResidentBlocks
+from kv_pool.events.place_blocks import PlaceBlocks
+from kv_pool.events.resident_blocks import BLOCK_SIZE, HASHES, PARENT, TOKEN_IDS, ResidentBlocks
 from kv_pool.events.stored_spans import split_repeats, take_positions, without_holes
 from kv_pool.events.tails import announce_with_tails
 
+LEAST_PACKED_BYTES: Final = 256
+"""Fewer are encoded twice as fast as an event is copied."""
+
 
 class EventFilter:
-    """Does the work of `StreamState.apply`, whose arguments it has."""
+    """Does the work of `StreamState.apply`, whose arguments it has.
+
+    Removals in a row from one place are collected, applied together and sent as one event.
+    """
 
     def __init__(self, resident: ResidentBlocks, exact: bool, dense: bool, coalesce_removals: bool) -> None:
         self.resident = resident
@@ -21,31 +29,60 @@ class EventFilter:
         self.dense = dense
         self.coalesce_removals = coalesce_removals
         self._read_fields: Any = astuple
-        self._joins_known = exact and coalesce_removals
+        self._packs_tokens = False
         self._sent: list[KVCacheEvent] = []
-        # Removals in a row from one place: the first event, the place's blocks, all hashes that are gone; the
-        # same as a set, from when one might come again.
+        # Removals in a row: the first event, how many more there are, its place; the hashes that are not
+        # applied yet; of those that are, the ones that readers are to be told of.
         self._first: Any = None
+        self._num_joined = 0
         self._blocks: PlaceBlocks | None = None
         self._hashes: list[Any] = []
-        self._seen: set[Any] | None = None
-        self._is_whole = False  # the hashes are those of the first event
+        self._gone: list[Any] = []
+        self._may_repeat = False
 
-    def apply(self, events: list[Any]) -> list[KVCacheEvent]:
+    def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
         """Note the events, which `adopt_all` has returned; return what to send instead."""
         sent: list[KVCacheEvent] = []
         self._sent = sent
+        self._packs_tokens = packs_tokens
         self._first = None  # something is left of a call that raised
         self._blocks = None
+        self._hashes = []
+        self._gone = []
+        self._may_repeat = False
         # A local name is read faster than one of the module, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
+        read: Any = self._read_fields
+        last: tuple[Any, ...] | None = None  # the fields of the event before, if it was a removal
         for event in events:
             kind = type(event)
+            if kind is removed:
+                fields: tuple[Any, ...] = read(event)
+                if (
+                    last is not None
+                    and fields[1] is last[1]
+                    and fields[2] is last[2]
+                    and fields[3] is last[3]
+                    and fields[4] is last[4]
+                    and self.coalesce_removals
+                ):
+                    # Most removals of a pool.
+                    self._num_joined += 1
+                    hashes: list[Any] = fields[0]
+                    if len(hashes) == 1:
+                        self._hashes.append(hashes[0])
+                    else:
+                        self._hashes.extend(hashes)
+                else:
+                    self._remove(event, fields)
+                last = fields
+                continue
+            last = None
             if kind is stored:
                 self._store(event, False)
-            elif kind is removed or isinstance(event, BlockRemoved):
-                self._remove(event)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event, read(event))
             elif isinstance(event, AllBlocksCleared):
                 self._end_removals()
                 self.resident.clear()
@@ -57,34 +94,46 @@ class EventFilter:
         return sent
 
     def _store(self, event: Any, is_report: bool) -> None:
+        if self._hashes:
+            self._apply_removals()
         fields: tuple[Any, ...] = astuple(event)
         hashes: list[Any] = fields[HASHES]
         parts = [event]
         if is_report:
             if self.exact:
                 return
-        else:
-            blocks = self.resident.find_stored(fields)
-            first_copies = self.resident.store(blocks, fields)
+        elif hashes:
+            resident = self.resident
+            blocks = resident.find_stored(fields)
+            first_copies = resident.store(blocks, fields)
             if self.exact:
-                if not first_copies:
+                if first_copies is not None and not first_copies:
                     return
-                if self.resident.has_tails and self.resident.keeps_token_ids:
-                    announced = announce_with_tails(blocks, [hashes[position] for position in first_copies])
+                if blocks.has_tails and resident.keeps_token_ids:
+                    fresh = hashes
+                    if first_copies is not None:
+                        fresh = [hashes[position] for position in first_copies]
+                    announced = announce_with_tails(blocks, fresh)
                     if announced:
                         self._end_removals()
                         self._sent.extend(announced)
                         return
                 if (
-                    len(first_copies) == len(hashes)
+                    first_copies is None
                     and len(fields[TOKEN_IDS]) == len(hashes) * fields[BLOCK_SIZE]
                     and hashes[0] != fields[PARENT]
                 ):
-                    # Nothing changes in most events. A hash that is twice in one has a second copy.
+                    # Nothing changes in most events.
                     self._end_removals()
+                    packed = blocks.packed
+                    if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
+                        event = replace(event, token_ids=Raw(packed))
                     self._sent.append(event)
                     return
-                parts = take_positions(event, first_copies)
+                if first_copies is not None:
+                    parts = take_positions(event, first_copies)
+        elif self.exact:
+            return
         self._end_removals()
         for part in parts:
             if not self.dense:
@@ -92,70 +141,65 @@ class EventFilter:
             elif part.block_hashes:
                 self._sent.extend(split_repeats(without_holes(part)))
 
-    def _remove(self, event: Any) -> None:
-        resident = self.resident
-        fields: tuple[Any, ...] = self._read_fields(event)
-        blocks = resident.find_blocks(fields[1], fields[2], fields[3], fields[4])
-        hashes: list[Any] = fields[HASHES]
-        if self._joins_known and len(hashes) == 1 and blocks is self._blocks and self._seen is None:
-            # Most removals of a pool. None of the lists below is needed.
-            block_hash = hashes[0]
-            num_copies = resident.remove(blocks, block_hash)
-            if num_copies == 1:
-                self._hashes.append(block_hash)
-                self._is_whole = False
-            if num_copies:
-                return
-        gone: list[Any] = []
-        is_known = True
-        for block_hash in hashes:
-            num_copies = resident.remove(blocks, block_hash)
-            if num_copies < 2:
-                gone.append(block_hash)
-                is_known = is_known and num_copies == 1
-        if not self.exact:
-            gone, is_known = hashes, False
-        elif not is_known:
-            gone = list(dict.fromkeys(gone))
-        if not gone:
-            return
-        if blocks is not self._blocks or not self._can_join(gone, is_known):
+    def _remove(self, event: Any, fields: tuple[Any, ...]) -> None:
+        blocks = self.resident.find_blocks(fields[1], fields[2], fields[3], fields[4])
+        if blocks is self._blocks and self.coalesce_removals:
+            self._num_joined += 1
+        else:
             self._end_removals()
             self._first = event
+            self._num_joined = 0
             self._blocks = blocks
-            self._hashes = list(gone)
-            self._seen = None
-            self._is_whole = len(gone) == len(hashes)
-            return
-        self._hashes.extend(gone)
-        self._is_whole = False
+        self._hashes.extend(fields[HASHES])
 
-    def _can_join(self, gone: list[Any], is_known: bool) -> bool:
-        """Return True if one event can remove these, too: no hash may be in it twice."""
-        if not self.coalesce_removals:
-            return False
-        if is_known and self._seen is None:  # they were resident until now, so all differ from the others
-            return True
-        if self._seen is None:
-            self._seen = set(self._hashes)
-        if not self._seen.isdisjoint(gone):
-            return False
-        self._seen.update(gone)
-        return True
+    def _apply_removals(self) -> None:
+        """Apply the removals collected so far; send nothing yet."""
+        hashes = self._hashes
+        self._hashes = []
+        if self._blocks is not None and hashes:
+            gone = self.resident.remove(self._blocks, hashes)
+            self._may_repeat = self._may_repeat or not self.exact or self._blocks.has_unknown
+            if not self.exact:
+                gone = hashes
+            if self._gone:
+                self._gone.extend(gone)
+            else:
+                self._gone = gone
 
     def _end_removals(self) -> None:
-        """Send the removals in a row as one event, the first itself if it has all their hashes."""
+        """Send the removals in a row as one event, the first itself if there is no other."""
         first = self._first
         if first is None:
             return
-        if self._is_whole:
-            self._sent.append(first)
-        else:
-            self._sent.append(
-                BlockRemoved(self._hashes, first.medium, first.group_idx, first.locality, first.ownership)
-            )
+        self._apply_removals()
+        gone = self._gone
+        if gone:
+            if not self._num_joined and gone == first.block_hashes:
+                self._sent.append(first)
+            else:
+                for hashes in split_at_repeats(gone) if self._may_repeat else [gone]:
+                    self._sent.append(
+                        BlockRemoved(hashes, first.medium, first.group_idx, first.locality, first.ownership)
+                    )
         self._first = None
         self._blocks = None
+        self._gone = []
+        self._may_repeat = False
+
+
+def split_at_repeats(hashes: list[Any]) -> list[list[Any]]:
+    """Return the hashes in parts without repeats, as few as their order allows."""
+    if len(set(hashes)) == len(hashes):
+        return [hashes]
+    parts: list[list[Any]] = []
+    seen: set[Any] = set()
+    for block_hash in hashes:
+        if not parts or block_hash in seen:
+            parts.append([])
+            seen.clear()
+        parts[-1].append(block_hash)
+        seen.add(block_hash)
+    return parts
 
 
 def list_others(events: Iterable[Any]) -> list[Any]:

@@ -23,7 +23,8 @@ from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.events.resident_blocks import Place, find_place, is_dense
+from kv_pool.events.place_blocks import Place
+from kv_pool.events.resident_blocks import find_place, is_dense
 from kv_pool.events.stream_state import StreamState
 from kv_pool.ids import ExternalBlockHash
 
@@ -74,7 +75,7 @@ def check_resident(state: StreamState, *pools: BlockPool) -> None:
             place = Place(pool.medium, get_group_id(key), None, None)
             external_hash = pool._make_external_hash(get_block_hash(key))
             carried[place, external_hash] += 1 if isinstance(entry, KVCacheBlock) else len(entry)
-    resident = {(place, block_hash): block.num_copies for place, block_hash, block in state.resident}
+    resident = {(place, block_hash): num_copies for place, block_hash, num_copies in state.resident}
     for wrong in carried.keys() ^ resident.keys():
         where = "cached, but not resident" if wrong in carried else "resident, but not cached"
         raise CorruptedPoolError(f"E1: {wrong} is {where}")

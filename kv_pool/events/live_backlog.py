@@ -16,6 +16,8 @@ GRAIN_BYTES = 2**20
 FRAMES_BYTES = 256
 """What a batch takes besides its payload, about."""
 
+_MORE = int(zmq.SNDMORE)  # an int of an enum takes longer to combine
+
 _LOOK_AGAIN_S = 0.1
 """Between two looks while something is unread; also how long ZeroMQ gets to notice a closed connection."""
 
@@ -53,7 +55,10 @@ class LiveBacklog:
         """Send a batch; then, once per MiB, disconnect subscribers while more is unread than may be."""
         self._since_mark += len(payload) + FRAMES_BYTES
         if self._since_mark < GRAIN_BYTES:
-            self._sockets.live.send_multipart([topic, sequence, payload])
+            send = self._sockets.live.send  # send_multipart takes three times as long
+            send(topic, _MORE)
+            send(sequence, _MORE)
+            send(payload)
             return
         frame = zmq.Frame(payload, track=True, copy=False)
         self._spans.append((frame.tracker, self._since_mark))

@@ -306,7 +306,7 @@ class ZMQEventPublisher:
             events = [AllBlocksCleared(), *events]
         try:
             self._add_kinds(events)
-            sent = state.apply(events, sequence)
+            sent = state.apply(events, sequence, packs_tokens=True)
         except Exception:
             self._must_clear = True
             state.apply([], sequence)

@@ -9,7 +9,9 @@ from kv_pool.core.kv_events import KVCacheEvent
 class ResidentState(Protocol):
     """Knows what is resident by the events that went through it."""
 
-    def apply(self, events: list[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
+    def apply(
+        self, events: list[KVCacheEvent], sequence: int | None = None, *, packs_tokens: bool = False
+    ) -> list[KVCacheEvent]:
         """Take note of the batch that gets this sequence; what to send in it instead, maybe nothing.
 
         The publisher's thread calls it, with sequences that go up. A batch without events says only that the

@@ -4,18 +4,22 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from threading import Lock
 
+from mypy_extensions import mypyc_attr
+
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.chains import iter_chunks
 from kv_pool.events.event_filter import EventFilter, adopt_all
 from kv_pool.events.pace import Pace
-from kv_pool.events.resident_blocks import Change, ResidentBlocks
+from kv_pool.events.place_blocks import Change
+from kv_pool.events.resident_blocks import ResidentBlocks
 from kv_pool.events.resident_copy import copy_places, redo
 
 NOTHING_APPLIED = -1
 MAX_BLOCKS_PER_CHUNK = 256
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StreamState:
     """Takes the events of pools and connectors, says which to send, and keeps what a reader should know.
 
@@ -62,13 +66,17 @@ class StreamState:
         self._lock = Lock()  # resident and last_sequence; held for one batch, or one piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
-    def apply(self, events: Sequence[KVCacheEvent], sequence: int | None = None) -> list[KVCacheEvent]:
+    def apply(
+        self, events: Sequence[KVCacheEvent], sequence: int | None = None, *, packs_tokens: bool = False
+    ) -> list[KVCacheEvent]:
         """Note a batch of events, and say which to send instead of them.
 
         Args:
             events: oldest first; an engine's own classes become ours.
             sequence: the batch's number; None for the one after the last. Send the batch even if nothing is
                 left of it: a snapshot from now on says that it has it.
+            packs_tokens: the token ids of a store may come as a `msgspec.Raw`, which an encoder copies: they
+                are encoded once, for snapshots and for sending.
         Raises:
             InvalidTypeError: something that is none of the three events, whosever class it is of. Nothing
                 has changed.
@@ -76,7 +84,7 @@ class StreamState:
         """
         ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:
-            sent = self._filter.apply(ours)
+            sent = self._filter.apply(ours, packs_tokens)
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             self.resident.drop_some()
         return sent
@@ -102,12 +110,12 @@ class StreamState:
         changes: list[Change | None] = []
         with self._snapshot_lock:
             with self._lock:
-                resident.changes = changes
+                resident.watch(changes)
             try:
                 copies = copy_places(resident, self._lock, pace)
             finally:
                 with self._lock:
-                    resident.changes = None
+                    resident.watch(None)
                     sequence = self.last_sequence
         redo(copies, changes, pace)
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]

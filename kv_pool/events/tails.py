@@ -12,7 +12,7 @@ from typing import Any
 
 from kv_pool.core.kv_events import BlockRemoved, KVCacheEvent
 from kv_pool.events.chains import is_alike, make_event
-from kv_pool.events.resident_blocks import PlaceBlocks, list_children
+from kv_pool.events.place_blocks import PlaceBlocks
 
 MAX_TAIL_BLOCKS = 1024
 """Blocks that are announced again for one stored event; what is beyond stays as it was."""
@@ -42,13 +42,13 @@ def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEv
                 if len(again) == MAX_TAIL_BLOCKS:
                     break
                 again.append(following)
-            block = blocks.shard(following)[following]
+            block = blocks.find_block(following)
             shown.add(following)
             run.append(following)
             run_blocks.append(block)
             following = None
-            for child in list_children(block.children):
-                if following is None and is_alike(block, blocks.shard(child)[child]):
+            for child in blocks.list_children(block):
+                if following is None and is_alike(block, blocks.find_block(child)):
                     following = child
                 else:
                     pending.append(child)

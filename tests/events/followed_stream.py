@@ -3,6 +3,8 @@
 import threading
 import time
 
+import zmq
+
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.following import apply_item
 from kv_pool.events.publisher import ZMQEventPublisher
@@ -67,12 +69,19 @@ class DroppingSocket:
     def __init__(self, real, rng, share):
         self.real, self.rng, self.share = real, rng, share
         self.num_dropped = 0
+        self.frames = []
 
-    def send_multipart(self, frames, *args, **options):
+    def send(self, frame, flags=0, **options):
+        """Send or drop a frame; all frames of a message share its fate."""
+        self.frames.append((frame, flags, options))
+        if flags & zmq.SNDMORE:
+            return
         if self.rng.random() < self.share:
             self.num_dropped += 1
-            return None
-        return self.real.send_multipart(frames, *args, **options)
+        else:
+            for kept, its_flags, its_options in self.frames:
+                self.real.send(kept, its_flags, **its_options)
+        self.frames.clear()
 
     def __getattr__(self, name):
         return getattr(self.real, name)

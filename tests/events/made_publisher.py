@@ -20,7 +20,7 @@ class GatedState:
         self.gate = gate
         self.applied = []
 
-    def apply(self, events, sequence=None):
+    def apply(self, events, sequence=None, *, packs_tokens=False):
         if events:
             self.entered.set()
             assert self.gate.wait(20)

@@ -5,6 +5,7 @@ from drawing import blocks, hash_of, make_pool, make_request
 from events.made_events import removed, stored
 
 from kv_pool import CorruptedPoolError
+from kv_pool.events.block_spans import pack_tokens
 from kv_pool.events.invariants import Reader, check_events, check_knowledge, check_resident
 from kv_pool.events.stream_state import StreamState
 
@@ -22,10 +23,10 @@ def make_followed():
 
 
 def find_block(state, position):
-    """The shard and the hash of the block at this position of the sequence."""
-    (blocks_by_hash,) = state.resident.places.values()
-    chain = [found for event in state.take_snapshot()[1][1:] for found in event.block_hashes]
-    return blocks_by_hash.shard(chain[position]), chain[position]
+    """The blocks of the only place, and the hash at this position of the sequence."""
+    (found,) = state.resident.places.values()
+    chain = [block_hash for event in state.take_snapshot()[1][1:] for block_hash in event.block_hashes]
+    return found, chain[position]
 
 
 def test_a_followed_pool_is_sound():
@@ -44,16 +45,16 @@ def test_e1_a_lost_event_is_noticed():
 
 def test_e1_a_lost_hash_is_noticed():
     pool, state, _ = make_followed()
-    shard, block_hash = find_block(state, 1)
-    del shard[block_hash]
+    found, block_hash = find_block(state, 1)
+    del found.spans[block_hash]
     with pytest.raises(CorruptedPoolError, match=r"E1: .* is cached, but not resident"):
         check_resident(state, pool)
 
 
 def test_e2_a_copy_counted_wrongly_is_noticed():
     pool, state, _ = make_followed()
-    shard, block_hash = find_block(state, 0)
-    shard[block_hash].num_copies = 1
+    found, block_hash = find_block(state, 0)
+    del found.copies[block_hash]
     with pytest.raises(CorruptedPoolError, match=r"E2: .* has 1 copies, but 2 blocks carry it"):
         check_resident(state, pool)
 
@@ -68,12 +69,14 @@ def test_e3_a_reader_who_missed_a_batch_is_noticed():
         check_knowledge(state, Reader())
 
 
-@pytest.mark.parametrize("damage", [{"parent": 5}, {"tokens": bytes(16)}, {"lookahead_token_ids": [1]}])
+@pytest.mark.parametrize(
+    "damage", [{"parent": 5}, {"tokens": pack_tokens([9] * 12)}, {"lookahead_token_ids": ([1], [2], [3])}]
+)
 def test_e3_a_snapshot_that_tells_something_else_is_noticed(damage):
     _, state, reader = make_followed()
-    shard, block_hash = find_block(state, 1)
+    found, block_hash = find_block(state, 0)
     for name, wrong in damage.items():
-        setattr(shard[block_hash], name, wrong)
+        setattr(found.spans[block_hash], name, wrong)
     late = Reader()
     late.read(state.take_snapshot()[1])
     with pytest.raises(CorruptedPoolError, match=r"E3: of .* is known .*, and .* was sent"):

@@ -9,7 +9,6 @@ from events.made_events import draw, removed, stored
 from kv_pool import AllBlocksCleared, InvalidArgumentError
 from kv_pool.events.invariants import Reader, check_knowledge
 from kv_pool.events.pace import Pace
-from kv_pool.events.sharded_dict import NUM_SHARDS
 from kv_pool.events.stream_state import StreamState
 
 
@@ -46,7 +45,6 @@ def test_a_chain_ends_where_it_forks():
         {"kv_cache_spec_kind": "mamba"},
         {"kv_cache_spec_sliding_window": 8},
         {"token_ids": list(range(9))},
-        {"token_ids": [2**32, 1, 2, 3]},
         {"extra_keys": [None, ("salt",)]},
         {"lookahead_token_ids": [[1], [2]]},
     ],
@@ -238,6 +236,6 @@ def test_snapshots_from_another_thread_are_the_state_after_the_batch_they_name()
 def test_memory_of_what_was_cleared_goes_back_with_later_batches():
     state = made(stored(range(1000)), AllBlocksCleared())
     assert state.resident._forgotten
-    for _ in range(NUM_SHARDS):
-        state.apply([])
+    state.apply([])
+    state.apply([])
     assert not state.resident._forgotten

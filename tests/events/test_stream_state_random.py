@@ -173,7 +173,7 @@ def test_any_events_are_sent_as_a_slow_model_says(batches, dense, coalesce):
                 invariants.check_store(state, event, reader)
             reader.read([event])
         assert model.copies.keys() == reader.known.keys()
-        copies = {(place, found): block.num_copies for place, found, block in state.resident}
+        copies = {(place, found): num_copies for place, found, num_copies in state.resident}
         assert copies == dict(model.copies)
         sequence, snapshot = state.take_snapshot()
         assert sequence == number

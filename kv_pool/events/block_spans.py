@@ -1,0 +1,214 @@
+"""`BlockSpan`: neighbouring resident blocks, with what the event said that announced them. Compiled.
+
+Most events announce many blocks. One object for all of them costs less time and memory than one for each.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from msgspec import MsgspecError
+from msgspec.msgpack import Decoder, Encoder
+from mypy_extensions import i32, i64, mypyc_attr
+
+from kv_pool.ids import ExternalBlockHash
+
+MAX_SPAN_BLOCKS: Final = 512
+"""Longer events become several spans, so that unpacking the tokens of one stays short."""
+
+MAX_GROWN_BLOCKS: Final = 16
+"""A block that follows a shorter span joins it: a sequence grows by one block at a time."""
+
+MIN_TRIMMED_BLOCKS: Final = 32
+"""Shorter spans keep what they hold of removed blocks."""
+
+_encode: Final[Any] = Encoder().encode
+_decode: Final[Any] = Decoder().decode
+
+
+class BlockKind(NamedTuple):
+    """What most blocks have in common; one object for all that do."""
+
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    kv_cache_spec_kind: str | None
+    kv_cache_spec_sliding_window: int | None
+    has_extra_keys: bool
+
+
+# Compiled, without a GC header, as the blocks of a pool: a collection does not visit each of a million.
+@mypyc_attr(acyclic=True)
+class BlockSpan:
+    """Resident blocks `[start, end)` of those that one event announced, each the parent of the next.
+
+    Attributes:
+        hashes: of all blocks that the event announced together, removed ones included.
+        parent: the hash before `hashes[0]` in the sequence, resident or not; None at the start.
+        kind: a `BlockKind`.
+        tokens: the token ids of all `hashes`, by `pack_tokens`; None where they are not kept or not known.
+        extra_keys, lookahead_token_ids: the event's entries for all `hashes`; None without any.
+        start, end: which of `hashes` are resident.
+        serial: unique among the spans of a `ResidentBlocks`.
+        has_children: one of the hashes may be the parent of another span.
+        positions: hash -> index in `hashes`, once one was removed between others; None before.
+    """
+
+    __slots__ = (
+        "end",
+        "extra_keys",
+        "has_children",
+        "hashes",
+        "kind",
+        "lookahead_token_ids",
+        "parent",
+        "positions",
+        "serial",
+        "start",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        hashes: tuple[Any, ...],
+        parent: Any,
+        kind: Any,
+        tokens: Any,
+        extra_keys: Any,
+        lookahead_token_ids: Any,
+        serial: i64,
+    ) -> None:
+        self.hashes = hashes
+        self.parent = parent
+        self.kind = kind
+        self.tokens = tokens
+        self.extra_keys = extra_keys
+        self.lookahead_token_ids = lookahead_token_ids
+        self.start: i32 = 0
+        self.end: i32 = len(hashes)
+        self.serial: i64 = serial
+        self.has_children = False
+        self.positions: Any = None
+
+
+def copy_span(span: BlockSpan, serial: i64) -> BlockSpan:
+    """Return a span with the same blocks; what is done to one later does not change the other."""
+    copy = BlockSpan(
+        span.hashes, span.parent, span.kind, span.tokens, span.extra_keys, span.lookahead_token_ids, serial
+    )
+    copy.start = span.start
+    copy.end = span.end
+    copy.has_children = span.has_children
+    copy.positions = span.positions
+    return copy
+
+
+def find_parent(span: BlockSpan, position: i32) -> Any:
+    """Return the hash before the one at this position; None at the start of a sequence."""
+    return span.hashes[position - 1] if position else span.parent
+
+
+def trim(span: BlockSpan) -> None:
+    """Forget what the event said of removed blocks, once three quarters of a long span are removed."""
+    num_held: i32 = len(span.hashes)
+    num_blocks = span.end - span.start
+    if num_held < MIN_TRIMMED_BLOCKS or num_blocks * 4 > num_held:
+        return
+    start: int = span.start
+    end: int = span.end
+    tokens = span.tokens
+    if tokens is not None:
+        size: int = span.kind.block_size
+        tokens = pack_tokens(unpack_tokens(tokens, num_held * size)[start * size : end * size])
+    parent = find_parent(span, span.start)
+    hashes = span.hashes[start:end]
+    extra_keys = span.extra_keys and span.extra_keys[start:end]
+    lookahead = span.lookahead_token_ids and span.lookahead_token_ids[start:end]
+    span.parent = parent
+    span.hashes = hashes
+    span.tokens = tokens
+    span.extra_keys = extra_keys
+    span.lookahead_token_ids = lookahead
+    span.positions = None
+    span.start = 0
+    span.end = num_blocks
+
+
+def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
+    """Return True if a block after `last` can join the span."""
+    num_held: i32 = len(span.hashes)
+    return (
+        span.end == num_held < MAX_GROWN_BLOCKS
+        and span.kind is kind
+        and span.extra_keys is None
+        and span.lookahead_token_ids is None
+        and span.hashes[num_held - 1] == last
+    )
+
+
+def grow(span: BlockSpan, block_hash: Any, tokens: Any) -> None:
+    """Append a block. O(blocks of the span)."""
+    if tokens is not None:
+        tokens = span.tokens + tokens
+    span.hashes = (*span.hashes, block_hash)
+    span.tokens = tokens
+    span.end += 1
+    span.positions = None
+
+
+def encode_tokens(token_ids: Sequence[int]) -> bytes | None:
+    """Return token ids as a msgpack array; None for what cannot be in one."""
+    try:
+        encoded: bytes = _encode(token_ids)
+    except (TypeError, OverflowError, MsgspecError):
+        return None
+    return encoded
+
+
+def drop_header(encoded: bytes, num_tokens: i64) -> bytes:
+    """Return the elements of a msgpack array of this length without its header."""
+    if num_tokens < 16:
+        return encoded[1:]
+    return encoded[3:] if num_tokens < 65536 else encoded[5:]
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
+    """Return token ids as the elements of a msgpack array; None for what cannot be in one.
+
+    Those of neighbouring blocks are appended to each other.
+    """
+    encoded = encode_tokens(token_ids)
+    return None if encoded is None else drop_header(encoded, len(token_ids))
+
+
+def unpack_tokens(packed: bytes, num_tokens: int) -> list[int]:
+    """Return the token ids of which `pack_tokens` made these bytes."""
+    token_ids: list[int] = _decode(b"\xdd" + num_tokens.to_bytes(4, "big") + packed)
+    return token_ids
+
+
+@mypyc_attr(acyclic=True)
+class ResidentBlock:
+    """One block of a span that nothing changes any more.
+
+    Attributes:
+        span, position: where it is described.
+        parent: the hash before it in the sequence, resident or not; None at the start.
+    """
+
+    __slots__ = ("parent", "position", "span")
+
+    def __init__(self, span: BlockSpan, position: i32) -> None:
+        self.span = span
+        self.position: i32 = position
+        self.parent: Any = find_parent(span, position)
+
+    @property
+    def kind(self) -> Any:
+        return self.span.kind
+
+
+def list_blocks(span: BlockSpan) -> list[tuple[ExternalBlockHash, ResidentBlock]]:
+    """Return the resident blocks of a span by hash, first to last."""
+    return [
+        (span.hashes[position], ResidentBlock(span, position)) for position in range(span.start, span.end)
+    ]

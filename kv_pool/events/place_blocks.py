@@ -1,0 +1,455 @@
+"""`PlaceBlocks`: the blocks of one place by hash, and which of them follow which. Compiled.
+
+```text
+spans     a -> S   b -> S   c -> S   f -> T            S: a b c, T: f, whose parent is b
+copies    b -> 1                                       a second block carries b
+children  b -> f                                       spans by the parent of their first block
+tails     {}                                           with b removed: {b}, and c is the first of a span
+```
+"""
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, Final, NamedTuple
+
+from mypy_extensions import i32, i64
+
+from kv_pool.events.block_spans import (
+    MAX_SPAN_BLOCKS,
+    BlockSpan,
+    ResidentBlock,
+    can_grow,
+    copy_span,
+    drop_header,
+    encode_tokens,
+    find_parent,
+    grow,
+    pack_tokens,
+    trim,
+)
+from kv_pool.ids import ExternalBlockHash
+
+NUM_SHARDS: Final = 256
+"""Pieces in which the spans of a place are copied."""
+
+LEAST_INDEXED_BLOCKS: Final = 32
+"""Spans of so many blocks have an index of positions once it is needed."""
+
+
+class Place(NamedTuple):
+    """Where blocks are. The same hash in two places is two facts."""
+
+    medium: str | None
+    group_idx: int | None
+    locality: str | None
+    ownership: str | None
+
+
+class Change(NamedTuple):
+    """A span that was added, or a list of hashes that are resident no longer."""
+
+    place: Place
+    added: BlockSpan | None
+    removed: list[Any] | None
+
+
+class PlaceBlocks:
+    """The blocks of one place.
+
+    Attributes:
+        place: where they are.
+        spans: hash -> the span that has it.
+        copies: hash -> the blocks beyond the first that carry it, where there are any.
+        children: hash -> the first hash of the span behind it, or of several as the keys of a dict. What
+            follows within a span is not in here.
+        tails: the hashes in `children` that are not resident.
+        shards: all spans by serial, in pieces.
+        packed: the token ids of the last `store` as a msgpack array, where one was made.
+        has_unknown: the last `remove` had hashes that were not resident.
+        has_tails: the last `store` brought a hash that resident blocks have for their parent.
+        changes: None, or what happened since a list was put here, oldest first.
+    """
+
+    __slots__ = (
+        "_next_serial",
+        "changes",
+        "children",
+        "copies",
+        "has_tails",
+        "has_unknown",
+        "packed",
+        "place",
+        "shards",
+        "spans",
+        "tails",
+    )
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.spans: dict[Any, BlockSpan] = {}
+        self.copies: dict[Any, int] = {}
+        self.children: dict[Any, Any] = {}
+        self.tails: set[Any] = set()
+        self.shards: list[dict[int, BlockSpan]] = [{} for _ in range(NUM_SHARDS)]
+        self.packed: bytes | None = None
+        self.has_tails = False
+        self.has_unknown = False
+        self.changes: list[Any] | None = None
+        self._next_serial: i64 = 0
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __iter__(self) -> Iterator[tuple[ExternalBlockHash, int]]:
+        """Yield each hash and how many blocks carry it."""
+        for block_hash in self.spans:
+            yield block_hash, 1 + self.copies.get(block_hash, 0)
+
+    def take_serial(self) -> i64:
+        serial = self._next_serial
+        self._next_serial = serial + 1
+        return serial
+
+    def find_block(self, block_hash: Any) -> ResidentBlock:
+        """Return a resident block, to be looked at before the next change. Raises KeyError."""
+        span = self.spans[block_hash]
+        return ResidentBlock(span, find_position(span, block_hash))
+
+    def list_children(self, block: ResidentBlock) -> list[Any]:
+        """Return the hashes of the resident blocks whose parent is this one, as `find_block` found it."""
+        span = block.span
+        children = list_children(self.children.get(span.hashes[block.position]))
+        if block.position + 1 < span.end:
+            children.append(span.hashes[block.position + 1])
+        return children
+
+    # ---- stores ------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        hashes: list[Any],
+        parent: Any,
+        kind: Any,
+        token_ids: list[Any] | None,
+        extra_keys: Any,
+        lookahead_token_ids: Any,
+    ) -> list[int] | None:
+        """Add one copy of each hash, of which there is at least one. O(hashes).
+
+        Args:
+            parent: the hash before the first one; None at the start of a sequence.
+            token_ids: those of all blocks; None where they are not kept or not known.
+            extra_keys, lookahead_token_ids: tuples with an entry for each block; None without any.
+        Returns:
+            The positions of those that had no copy before; None for all.
+        """
+        spans = self.spans
+        num_blocks = len(hashes)
+        num_before = len(spans)
+        first: Any = hashes[0]
+        self.packed = None
+        self.has_tails = False
+        if num_blocks == 1 and extra_keys is None and lookahead_token_ids is None and parent is not None:
+            before = spans.get(parent)
+            if before is not None and can_grow(before, parent, kind):
+                encoded = None if token_ids is None else encode_tokens(token_ids)
+                if (encoded is None) == (before.tokens is None):
+                    return self.store_next(before, first, encoded, 0 if token_ids is None else len(token_ids))
+        span = BlockSpan(
+            tuple(hashes),
+            None if parent == first else parent,
+            kind,
+            None,
+            extra_keys,
+            lookahead_token_ids,
+            self.take_serial(),
+        )
+        found: list[Any] = list(map(spans.setdefault, hashes, repeat(span)))
+        if (
+            len(spans) == num_before + num_blocks
+            and found.count(span) == num_blocks
+            and num_blocks <= MAX_SPAN_BLOCKS
+        ):
+            if token_ids is not None:
+                encoded = encode_tokens(token_ids)
+                if encoded is not None:
+                    span.tokens = drop_header(encoded, len(token_ids))
+                    self.packed = encoded
+            if self.tails:
+                self.has_tails = self.attach_tails(hashes)
+            self.add_span(span)
+            return None
+        return self.store_parts(span, found, token_ids)
+
+    def store_next(
+        self, span: BlockSpan, block_hash: Any, encoded: bytes | None, num_tokens: int
+    ) -> list[int] | None:
+        """Add one copy of a hash that follows the last one of a span; return as `store`."""
+        spans = self.spans
+        num_before = len(spans)
+        spans.setdefault(block_hash, span)
+        if len(spans) == num_before:
+            self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
+            return []
+        grow(span, block_hash, None if encoded is None else drop_header(encoded, num_tokens))
+        self.packed = encoded
+        if self.tails:
+            self.has_tails = self.attach_tails([block_hash])
+        if self.changes is not None:
+            added = copy_span(span, span.serial)
+            added.start = added.end - 1
+            self.changes.append(Change(self.place, added, None))
+        return None
+
+    def store_parts(self, whole: BlockSpan, found: list[Any], token_ids: list[Any] | None) -> list[int]:
+        """Replace a span by one for each run of blocks that had no copy; count the copies of the others.
+
+        Args:
+            found: for each hash the span that had it; `whole` for none.
+        Returns:
+            The positions of those that had no copy before.
+        """
+        hashes = whole.hashes
+        first_copies: list[int] = []
+        fresh: set[Any] = set()
+        parts: list[BlockSpan] = []
+        first: int = 0
+        num_blocks: int = len(hashes)
+        for position in range(num_blocks + 1):
+            is_fresh = False
+            if position < num_blocks:
+                block_hash = hashes[position]
+                is_fresh = found[position] is whole and block_hash not in fresh
+                if is_fresh:
+                    first_copies.append(position)
+                    fresh.add(block_hash)
+                else:
+                    self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
+            if first < position and (not is_fresh or position - first == MAX_SPAN_BLOCKS):
+                parts.append(self.take_part(whole, first, position, token_ids))
+                first = position
+            if not is_fresh:
+                first = position + 1
+        for part in parts:
+            for block_hash in part.hashes:
+                self.spans[block_hash] = part
+        if self.tails:
+            self.has_tails = self.attach_tails(fresh)
+        for part in parts:
+            self.add_span(part)
+        return first_copies
+
+    def take_part(self, whole: BlockSpan, first: int, end: int, token_ids: list[Any] | None) -> BlockSpan:
+        """Return blocks `[first, end)` of a span as one of their own."""
+        tokens: Any = None
+        if token_ids is not None:
+            size: int = whole.kind.block_size
+            tokens = pack_tokens(token_ids[first * size : end * size])
+        return BlockSpan(
+            whole.hashes[first:end],
+            whole.hashes[first - 1] if first else whole.parent,
+            whole.kind,
+            tokens,
+            whole.extra_keys and whole.extra_keys[first:end],
+            whole.lookahead_token_ids and whole.lookahead_token_ids[first:end],
+            self.take_serial(),
+        )
+
+    def add_span(self, span: BlockSpan) -> None:
+        """Note a span whose hashes are in `spans` already, and what it follows."""
+        serial: int = span.serial
+        self.shards[serial % NUM_SHARDS][serial] = span
+        parent = span.parent
+        if parent is not None:
+            self.link(parent, span.hashes[0])
+            before = self.spans.get(parent)
+            if before is None:
+                self.tails.add(parent)
+            else:
+                before.has_children = True
+        self.tell_added(span)
+
+    def attach_tails(self, hashes: Any) -> bool:
+        """Note that these hashes are resident now; return True if one of them has blocks behind it."""
+        found = self.tails.intersection(hashes)
+        for block_hash in found:
+            self.tails.remove(block_hash)
+            self.spans[block_hash].has_children = True
+        return bool(found)
+
+    def tell_added(self, span: BlockSpan) -> None:
+        if self.changes is not None:
+            self.changes.append(Change(self.place, copy_span(span, span.serial), None))
+
+    # ---- removals ----------------------------------------------------------------------------------
+
+    def remove(self, hashes: list[Any]) -> list[Any]:
+        """Remove one copy of each; return those that are not resident then, whether they were or not.
+
+        A hash may come several times. O(hashes).
+        """
+        self.has_unknown = False
+        copies = self.copies
+        gone = hashes
+        if copies and not copies.keys().isdisjoint(hashes):
+            gone = []
+            for block_hash in hashes:
+                num_copies = copies.get(block_hash, 0)
+                if num_copies == 0:
+                    gone.append(block_hash)
+                elif num_copies == 1:
+                    del copies[block_hash]
+                else:
+                    copies[block_hash] = num_copies - 1
+            if not gone:
+                return gone
+        num_gone = len(gone)
+        span: BlockSpan
+        if num_gone == 1:
+            only: Any = self.spans.pop(gone[0], None)
+            if only is None:
+                self.has_unknown = True
+                return gone
+            span = only
+            if span.hashes[span.end - 1] == gone[0]:
+                self.cut(span, 1)
+                return gone
+            found: list[Any] = [only]
+        else:
+            found = list(map(self.spans.pop, gone, repeat(None)))
+        first = found[0]
+        if first is not None and num_gone > 1 and found.count(first) == num_gone:
+            span = first
+            end: int = span.end
+            last = list(span.hashes[end - num_gone : end])
+            last.reverse()
+            if last == gone:  # a pool evicts a sequence from its end
+                self.cut(span, num_gone)
+                return gone
+        inner: list[Any] = []
+        for index in range(num_gone):
+            one = found[index]
+            if one is None:
+                self.has_unknown = True
+                continue
+            span = one
+            block_hash = gone[index]
+            if span.hashes[span.end - 1] == block_hash:
+                self.cut(span, 1)
+            elif span.hashes[span.start] == block_hash:
+                self.cut_first(span)
+            else:
+                inner.append(block_hash)
+                inner.append(span)
+        if inner:
+            self.remove_inner(inner)
+        return gone
+
+    def cut(self, span: BlockSpan, num_blocks: i32) -> None:
+        """Drop blocks at the end of a span. They are out of `spans` already."""
+        old_end = span.end
+        end = old_end - num_blocks
+        if span.has_children:
+            for position in range(end, old_end):
+                if span.hashes[position] in self.children:
+                    self.tails.add(span.hashes[position])
+        if end == span.start:
+            self.drop_span(span)
+            span.end = end
+        else:
+            span.end = end
+            trim(span)
+
+    def cut_first(self, span: BlockSpan) -> None:
+        """Drop the first block of a span that has others. It is out of `spans` already."""
+        position = span.start
+        block_hash = span.hashes[position]
+        self.unlink(find_parent(span, position), block_hash)
+        span.start = position + 1
+        self.link(block_hash, span.hashes[position + 1])
+        self.tails.add(block_hash)
+        trim(span)
+
+    def remove_inner(self, inner: list[Any]) -> None:
+        """Remove hashes from between others: [hash, its span, hash, its span ...]."""
+        # All of them are resident again at first: what is left of a span that is split has to be.
+        for index in range(0, len(inner), 2):
+            self.spans[inner[index]] = inner[index + 1]
+        for index in range(0, len(inner), 2):
+            block_hash = inner[index]
+            span = self.spans.pop(block_hash)
+            if span.hashes[span.end - 1] == block_hash:
+                self.cut(span, 1)
+            elif span.hashes[span.start] == block_hash:
+                self.cut_first(span)
+            else:
+                self.split(span, find_position(span, block_hash))
+
+    def split(self, span: BlockSpan, position: i32) -> None:
+        """Make two spans of one, without the block at this position. O(shorter one)."""
+        hashes = span.hashes
+        other = copy_span(span, self.take_serial())
+        if position - span.start < span.end - position:
+            other.end = position
+            span.start = position + 1
+        else:
+            other.start = position + 1
+            span.end = position
+        for index in range(other.start, other.end):
+            self.spans[hashes[index]] = other
+        serial: int = other.serial
+        self.shards[serial % NUM_SHARDS][serial] = other
+        self.link(hashes[position], hashes[position + 1])
+        self.tails.add(hashes[position])
+        self.tell_added(other)
+        trim(span)
+        trim(other)
+
+    def drop_span(self, span: BlockSpan) -> None:
+        """Forget a span that loses its last blocks, before its `end` moves."""
+        serial: int = span.serial
+        del self.shards[serial % NUM_SHARDS][serial]
+        parent = find_parent(span, span.start)
+        if parent is not None:
+            self.unlink(parent, span.hashes[span.start])
+
+    # ---- which follows which -----------------------------------------------------------------------
+
+    def link(self, parent: Any, child: Any) -> None:
+        """Note that `child`, the first of a span, follows `parent`."""
+        children = self.children
+        known = children.setdefault(parent, child)
+        if known is not child and known != child:
+            if type(known) is dict:
+                known[child] = None
+            else:
+                children[parent] = {known: None, child: None}
+
+    def unlink(self, parent: Any, child: Any) -> None:
+        """Forget that `child` follows `parent`, which may be None."""
+        if parent is None:
+            return
+        known = self.children[parent]
+        if type(known) is dict:
+            del known[child]
+            if known:
+                return
+        del self.children[parent]
+        self.tails.discard(parent)
+
+
+def find_position(span: BlockSpan, block_hash: Any) -> i32:
+    """Return where in the span's hashes this one is."""
+    if span.end - span.start < LEAST_INDEXED_BLOCKS:
+        return span.hashes.index(block_hash, span.start, span.end)
+    if span.positions is None:
+        span.positions = {one: position for position, one in enumerate(span.hashes)}
+    position: int = span.positions[block_hash]
+    return position
+
+
+def list_children(children: Any) -> list[Any]:
+    """Return the hashes in a value of `PlaceBlocks.children`, or in None."""
+    if children is None:
+        return []
+    return list(children) if type(children) is dict else [children]

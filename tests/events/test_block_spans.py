@@ -1,0 +1,188 @@
+"""Blocks that one event announced are kept together, and told apart where they have to be."""
+
+import random
+
+import pytest
+from events.made_events import draw, removed, stored
+
+from kv_pool.events.block_spans import (
+    MAX_GROWN_BLOCKS,
+    MAX_SPAN_BLOCKS,
+    MIN_TRIMMED_BLOCKS,
+    pack_tokens,
+    unpack_tokens,
+)
+from kv_pool.events.invariants import Reader, check_knowledge
+from kv_pool.events.stream_state import StreamState
+
+
+def made(*events, **options):
+    state = StreamState(**options)
+    for event in events:
+        state.apply([event])
+    return state
+
+
+def snap(state):
+    return draw(state.take_snapshot()[1])[1:]
+
+
+def list_spans(state):
+    """The spans of the only place, by what is resident of them."""
+    (blocks,) = state.resident.places.values()
+    return [span.hashes[span.start : span.end] for shard in blocks.shards for span in shard.values()]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 65535, 65536])
+def test_packed_tokens_come_back_and_can_be_joined(num_tokens):
+    token_ids = [number * 7 for number in range(num_tokens)]
+    packed = pack_tokens(token_ids)
+    assert unpack_tokens(packed, num_tokens) == token_ids
+    assert unpack_tokens(packed + pack_tokens([2**40, 5]), num_tokens + 2) == [*token_ids, 2**40, 5]
+
+
+def test_what_no_message_can_hold_is_not_packed():
+    assert pack_tokens([object()]) is None
+    assert pack_tokens([2**64]) is None
+
+
+def test_single_blocks_in_sequence_share_a_span():
+    numbers = range(1, 2 * MAX_GROWN_BLOCKS + 2)
+    state = made(*(stored([number], number - 1 or None) for number in numbers))
+    sizes = sorted(map(len, list_spans(state)))
+    assert sizes == [1, MAX_GROWN_BLOCKS, MAX_GROWN_BLOCKS]
+    assert snap(state) == ["> " + " ".join(map(str, numbers))]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"lora_name": "a"}, {"extra_keys": [("salt",)]}, {"token_ids": [1, 2, 3]}, {"token_ids": []}]
+)
+def test_a_block_of_another_kind_does_not_join_a_span(fields):
+    state = made(stored([1, 2]), stored([3], 2, **fields))
+    assert len(list_spans(state)) == 2
+    assert snap(state)[0] == "> 1 2"
+
+
+def test_a_copy_does_not_join_a_span():
+    state = made(stored([1, 2]), stored([9]), stored([9], 2))
+    assert sorted(map(len, list_spans(state))) == [1, 2]
+    assert state.apply([removed(9)]) == []
+    assert draw(state.apply([removed(9)])) == ["- 9"]
+
+
+def test_a_long_event_becomes_several_spans_and_is_sent_whole():
+    numbers = range(1, 2 * MAX_SPAN_BLOCKS + 6)
+    state = StreamState()
+    event = stored(numbers)
+    assert state.apply([event], packs_tokens=True)[0].block_hashes == event.block_hashes
+    assert sorted(map(len, list_spans(state))) == [5, MAX_SPAN_BLOCKS, MAX_SPAN_BLOCKS]
+    reader = Reader()
+    reader.read([event])
+    late = Reader()
+    late.read(state.take_snapshot()[1])
+    check_knowledge(state, reader, late)
+
+
+def test_a_span_whose_blocks_are_mostly_removed_forgets_what_it_held_of_them():
+    numbers = list(range(1, 4 * MIN_TRIMMED_BLOCKS + 1))
+    state = made(stored(numbers))
+    kept = numbers[8:16]
+    state.apply([removed(*reversed(numbers[16:])), removed(*numbers[:8])])
+    (blocks,) = state.resident.places.values()
+    (span,) = {blocks.spans[number] for number in kept}
+    assert span.hashes == tuple(kept)
+    assert unpack_tokens(span.tokens, 16) == [token for n in kept for token in (10 * n, 10 * n + 1)]
+    assert snap(state) == ["8 > " + " ".join(map(str, kept))]
+
+
+def test_removals_between_others_split_a_span():
+    state = made(stored(range(1, 101)))
+    state.apply([removed(50), removed(20), removed(80), removed(19), removed(51)])
+    assert sorted((span[0], span[-1]) for span in list_spans(state)) == [
+        (1, 18),
+        (21, 49),
+        (52, 79),
+        (81, 100),
+    ]
+    assert draw(state.apply([stored([50], 49)])) == ["49 > 50"]
+    assert draw(state.apply([stored([51], 50)]))[0].startswith("- 52 53")
+
+
+def test_without_packing_token_ids_are_lists():
+    state = StreamState()
+    assert state.apply([stored(range(1, 200))])[0].token_ids == stored(range(1, 200)).token_ids
+
+
+# ---- random histories ----------------------------------------------------------------------------------
+
+
+class Forest:
+    """Random sequences that fork, and what is resident of them."""
+
+    def __init__(self, rng, longest):
+        self.rng = rng
+        self.longest = longest
+        self.resident = []
+        self.next = 1
+
+    def grow(self):
+        """An event of new blocks behind any block there has been, some of them copies of resident ones."""
+        rng = self.rng
+        num_blocks = rng.choice([1, 1, rng.randint(1, 8), rng.randint(1, self.longest)])
+        parent = rng.choice([None, rng.randint(1, self.next), *self.resident[-1:]])
+        hashes = list(range(self.next, self.next + num_blocks))
+        self.next += num_blocks
+        if rng.random() < 0.2 and self.resident:
+            again = rng.sample(self.resident, min(len(self.resident), rng.randint(1, 5)))
+            position = rng.randint(0, len(hashes))
+            hashes[position:position] = again
+        self.resident += hashes
+        return stored(hashes, parent)
+
+    def shrink(self):
+        """Removals of one hash each: from the end, from the front, or from anywhere."""
+        rng = self.rng
+        num_blocks = min(len(self.resident), rng.randint(1, 2 * self.longest))
+        if rng.random() < 0.4:
+            gone = self.resident[-num_blocks:][::-1]
+            del self.resident[-num_blocks:]
+        elif rng.random() < 0.5:
+            gone = self.resident[:num_blocks]
+            del self.resident[:num_blocks]
+        else:
+            rng.shuffle(self.resident)
+            gone = self.resident[-num_blocks:]
+            del self.resident[-num_blocks:]
+        if rng.random() < 0.1:
+            gone.append(10**9)
+        return [removed(number) for number in gone]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_sequences_leave_readers_with_what_is_resident(seed):
+    rng = random.Random(seed)
+    forest = Forest(rng, rng.choice([5, 60, 700]))
+    state = StreamState()
+    reader, late = Reader(), Reader()
+    for _ in range(60):
+        batch = [forest.grow()] if rng.random() < 0.6 or not forest.resident else forest.shrink()
+        if rng.random() < 0.3:
+            batch.append(forest.grow())
+        sent = state.apply(batch)
+        for one in (reader, late):
+            one.read(sent)
+        if rng.random() < 0.1:
+            late = Reader()
+            late.read(state.take_snapshot()[1])
+        assert sorted({number for _, number, _ in state.resident}) == sorted(set(forest.resident))
+        assert {number: copies for _, number, copies in state.resident} == {
+            number: forest.resident.count(number) for number in set(forest.resident)
+        }
+        check_knowledge(state, reader, late)
+    state.apply([removed(number) for number in forest.resident])
+    (blocks,) = state.resident.places.values()
+    assert not blocks.spans
+    assert not blocks.children
+    assert not blocks.tails
+    assert not blocks.copies
+    assert not any(blocks.shards)
