@@ -25,12 +25,16 @@ CONTIGUOUS = ("move_check", "run_index", "run_pool_core")
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
     "block_spans",
+    "chains",
     "event_filter",
     "held_blocks",
     "place_blocks",
     "resident_blocks",
+    "resident_copy",
+    "sharded_dict",
     "stored_spans",
     "stream_state",
+    "tails",
     "token_keys",
 )
 # What every step of a scheduler goes through.
