@@ -51,6 +51,19 @@ def test_a_report_that_finds_no_room_on_disk_is_printed(folder):
     assert "No space left on device; the report is on standard output instead" in done.stderr
 
 
+def test_a_disk_that_fills_while_requests_are_written_costs_no_result(folder):
+    write_trace(folder / "long.jsonl", [record(16, [i, i + 1]) for i in range(400)])
+    arguments = ("replay", "long.jsonl", *SIZES, "--requests", "/dev/full", "--json", "report.json")
+    done = kv_pool_command(*arguments, cwd=folder)
+    assert done.returncode == 2
+    assert "token hit rate" in done.stdout
+    assert json.loads((folder / "report.json").read_text())["requests"] == 400
+    assert done.stderr.splitlines() == [
+        "error: /dev/full: can not write the requests: No space left on device; the file is cut off, the "
+        "replay is whole"
+    ]
+
+
 def test_sweep_json_that_finds_no_room_on_disk_is_printed(folder):
     done = kv_pool_command("sweep", "trace.jsonl", *SIZES, "--json", "/dev/full", cwd=folder)
     assert done.returncode == 2

@@ -1,16 +1,23 @@
 """What readers that missed batches are answered, on real sockets."""
 
 import threading
+import time
 
 import pytest
 import zmq
 from events.deadlines import wait_until
 from events.made_publisher import make_publisher
 from events.stream_readers import Reader, Requester, numbers_of, removed, subscribed
+from made_threads import no_new_threads
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
-from kv_pool.events.batch import decode_batch
+from kv_pool.errors import OutOfThreadsError
+from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.reader_connections import ReaderConnections
+from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS
+from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
 from kv_pool.events.stream_state import StreamState
 
@@ -379,3 +386,32 @@ def test_a_state_that_cannot_tell_costs_readers_the_snapshot_and_nothing_else():
         requester.ask_until(0, 4)
         assert requester.ask_for_sequences(0) == [3, 4]
     assert publisher.statistics().num_snapshots == 0
+
+
+def test_a_server_that_gets_no_thread_can_be_started_later_and_closes_its_socket():
+    with zmq.Context() as context:
+        for is_started_later in (True, False):
+            socket = context.socket(zmq.ROUTER)
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            buffer = ReplayBuffer(5, 0)
+            buffer.append(0, encode_batch(KVEventBatch(0.0, [removed(0)])))
+            connections = ReaderConnections(3)
+            server = ReplayServer(
+                context,
+                socket,
+                connections,
+                buffer,
+                None,
+                PublisherConfig(),
+                encode_batch,
+                time.time,
+            )
+            with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool event replay"):
+                server.start()
+            if is_started_later:
+                server.start()
+                with Requester(f"tcp://127.0.0.1:{port}") as requester:
+                    assert requester.ask_for_sequences(0) == [0]
+            server.stop()
+            connections.stop()
+            assert socket.closed
