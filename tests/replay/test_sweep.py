@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from made_threads import no_new_threads
+from made_threads import call_without_threads, no_new_threads
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
@@ -91,15 +91,10 @@ def test_a_sweep_that_gets_no_thread_is_a_typed_error(settings):
         run_sweep(settings, [20], 1)
 
 
-def work_without_threads(pipe):
-    with no_new_threads():
-        _work(pipe)
-
-
 def test_a_process_of_a_sweep_that_gets_no_thread_reports_it():
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work_without_threads, args=(theirs,), daemon=True)
+    process = context.Process(target=call_without_threads, args=(_work, theirs), daemon=True)
     process.start()
     theirs.close()
     with ours:
