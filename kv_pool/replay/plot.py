@@ -89,9 +89,11 @@ def draw_hit_rates(
     axes.set_title(_make_title(sweeps), fontsize=10, parse_math=False)
     axes.grid(alpha=0.3, which="both")
     if len(axes.get_legend_handles_labels()[1]) < 5:
-        axes.legend(loc="lower right")
+        legend = axes.legend(loc="lower right")
     else:
-        figure.legend(loc="outside lower center", fontsize="small")
+        legend = figure.legend(loc="outside lower center", fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may have dollar signs
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
