@@ -1,5 +1,6 @@
 """Hit rates over capacity as a picture."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def draw_hit_rates(
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may have dollar signs
     try:
-        figure.savefig(path, dpi=150)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a name has characters that the font does not have
+            figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise TraceError(f"{path}: can not write the picture: {error}") from error
     finally:
@@ -156,7 +159,7 @@ def _name_sweeps(sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str])
             for key in varying
             if key in settings
         ]
-        found.append(", ".join(values) or name)
+        found.append(_make_printable(", ".join(values) or name))
     return found
 
 
@@ -170,7 +173,12 @@ def _make_title(sweeps: Sequence[Sequence[ReplayReport]]) -> str:
     parts = [f"{num_requests.pop():,} requests"] if len(num_requests) == 1 else []
     parts += [f"clock {common['clock']}"] if "clock" in common else []
     parts += [common["convention"]] if "convention" in common else []
-    return "\n".join(filter(None, [common.get("trace", ""), ", ".join(parts)]))
+    return "\n".join(_make_printable(part) for part in (common.get("trace", ""), ", ".join(parts)) if part)
+
+
+def _make_printable(text: str) -> str:
+    """Names come from files; a picture in XML cannot have control characters."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def count_capacity(report: ReplayReport) -> int:

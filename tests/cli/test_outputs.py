@@ -30,6 +30,10 @@ def folder(tmp_path):
             "sweep broken.jsonl --json nowhere/r.json",
             "nowhere/r.json: can not write the report: there is no",
         ),
+        (
+            "replay broken.jsonl --requests nowhere/r.jsonl",
+            "nowhere/r.jsonl: can not write the requests: No such file",
+        ),
         ("sweep broken.jsonl --png folder.png", "folder.png: can not write the picture: it is a folder"),
         (
             "sweep broken.jsonl --png curve.xyz",

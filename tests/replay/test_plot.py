@@ -1,6 +1,7 @@
 """The hit-rate curve as a file."""
 
 import struct
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -84,7 +85,7 @@ def test_sweeps_in_one_picture_are_named_by_their_differences(tmp_path):
     assert "of full prompt blocks" not in picture
 
 
-def test_a_dollar_in_a_name_is_a_dollar(tmp_path):
+def test_names_are_drawn_as_they_are_but_for_control_characters(tmp_path):
     """Matplotlib reads text between two of them as a formula, and refuses `$\\frac$`."""
     provenance = {"command": [], "date": "", "kv_pool": "", "compiled": False, "python": "", "platform": ""}
     rest = {"dependencies": {}, "trace_sha256": "", "trace_block_size": None, "seed": ""}
@@ -97,6 +98,7 @@ def test_a_dollar_in_a_name_is_a_dollar(tmp_path):
     assert f"<!-- {names[0]}" in draw(tmp_path, replayed(names[0]))
     picture = draw(tmp_path, replayed(names[0]), **{"sweep.json": replayed(names[1])})
     assert all(f"<!-- {name} -->" in picture for name in names)
+    ElementTree.fromstring(draw(tmp_path, replayed("漢字 \x1b]0;title\x07.jsonl")))
     equal = draw(tmp_path, [make(10)], **{r"a$\frac$.json": [make(20)]})
     assert r"<!-- a$\frac$.json -->" in equal
 
