@@ -95,7 +95,7 @@ def test_markup_and_escapes_in_names_of_other_nodes_are_shown():
     assert r"move to [bold]b\x1b[31m" in printed
 
 
-HOSTILE = "[red]\x1b]0;title\x07\x9b2J\u202e.jsonl"
+HOSTILE = "漢[red]\x1b]0;title\x07\x9b2J\u202e.jsonl"
 
 
 @pytest.mark.parametrize("command", ["replay", "sweep"])
@@ -105,11 +105,11 @@ def test_a_trace_with_markup_and_escapes_in_its_name_is_shown(folder, command):
     assert (done.returncode, done.stderr) == (0, "")
     assert all(line.isprintable() for line in done.stdout.splitlines())
     if command == "replay":
-        assert r"[red]\x1b]0;title\x07\x9b2J\u202e.jsonl" in done.stdout
+        assert r"漢[red]\x1b]0;title\x07\x9b2J\u202e.jsonl" in done.stdout
     missing = kv_pool_command(command, f"[/x]{HOSTILE}", *SIZES, cwd=folder)
     assert missing.returncode == 2
     assert all(line.isprintable() for line in missing.stderr.splitlines())
-    assert r"[/x][red]\x1b]0;title" in missing.stderr
+    assert r"[/x]漢[red]\x1b]0;title" in missing.stderr
 
 
 @pytest.mark.parametrize(
