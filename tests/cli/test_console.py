@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kv_pool.cli.console import print_table
 from kv_pool.cli.migration_status import draw
+from kv_pool.cli.watching import watch
 from kv_pool.control.node_reports import MigrationList
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 
@@ -84,6 +85,28 @@ def test_a_watched_migration_keeps_its_id_and_phase_whole(width):
     [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
     assert row.split()[:3] == ["sequence", "1234567890123", "done"]
     assert "…" not in row
+
+
+def test_a_watched_migration_is_whole_in_a_pipe():
+    """Its id was cut off, and its phase not there at all."""
+    console = Console(file=io.StringIO(), width=60, force_terminal=False)
+    statuses = iter([make_status("a-node-with-a-long-name")])
+
+    def look():
+        return draw(MigrationList("a", [next(statuses)]), 20, console)
+
+    with pytest.raises(StopIteration):
+        watch(look, console)
+    [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
+    assert row.split()[:7] == [
+        "sequence",
+        "1234567890123",
+        "done",
+        "move",
+        "to",
+        "a-node-with-a-long-name",
+        "0/0",
+    ]
 
 
 def test_markup_and_escapes_in_names_of_other_nodes_are_shown():
