@@ -12,6 +12,7 @@ from made_threads import no_new_threads
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
 from kv_pool.errors import OutOfThreadsError
+from kv_pool.events import replay_server
 from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.reader_connections import ReaderConnections
@@ -264,6 +265,19 @@ def test_after_a_restart_with_the_clock_readers_are_told_to_clear():
         assert sequence == 1700000000500000 - 1
         publisher.publish([stored(1)])
         requester.ask_until(sequence + 1, sequence + 1)
+
+
+def test_a_snapshot_has_the_wanted_number_where_no_more_than_the_bound_are_to_be_filled(monkeypatch):
+    monkeypatch.setattr(replay_server, "MAX_FILLED", 50)
+    with (
+        make_publisher(StreamState(), first_sequence=100) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        answer = requester.ask(50)
+        assert [sequence for sequence, _ in answer] == list(range(50, 100))
+        assert [bool(batch.events) for _, batch in answer] == [True] + [False] * 49
+        ((sequence, snapshot),) = requester.ask(49)
+        assert (sequence, snapshot.events) == (99, [AllBlocksCleared()])
 
 
 def test_heartbeats_do_not_outdate_snapshots():
