@@ -2,8 +2,12 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from kv_pool.errors import OutOfThreadsError
+
+Result = TypeVar("Result")
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
@@ -16,8 +20,26 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
-        raise OutOfThreadsError(
-            f"no thread could be started for {name!r}: {error}. Raise the limit of threads (ulimit -u, or "
-            "the container's pids limit)"
-        ) from error
+        raise _make_error(name, error) from error
     return thread
+
+
+def submit(
+    executor: ThreadPoolExecutor, name: str, function: Callable[..., Result], *args: object
+) -> Future[Result]:
+    """Call `function(*args)` in a thread of an executor; `name` is for the error message.
+
+    Raises:
+        OutOfThreadsError: the system starts no more threads. The executor can only be shut down.
+    """
+    try:
+        return executor.submit(function, *args)
+    except (RuntimeError, MemoryError) as error:
+        raise _make_error(name, error) from error
+
+
+def _make_error(name: str, error: BaseException) -> OutOfThreadsError:
+    return OutOfThreadsError(
+        f"no thread could be started for {name!r}: {error}. Raise the limit of threads (ulimit -u, or "
+        "the container's pids limit)"
+    )

@@ -12,3 +12,8 @@ def no_new_threads():
         yield
     finally:
         threading.stack_size(before)
+
+
+def call_without_threads(function, *args):
+    with no_new_threads():
+        function(*args)

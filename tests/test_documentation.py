@@ -156,3 +156,13 @@ def test_importing_reads_no_documentation():
     command = [sys.executable, *options, "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == "False\n"
+
+
+@pytest.mark.skipif(not kv_pool.COMPILED, reason="Python passes any self to functions of its own")
+def test_compiled_methods_refuse_a_foreign_self_and_do_not_crash():
+    """Of their own type, methods do not pass CPython's check of `self`; they rely on mypyc's."""
+    script = Path(__file__).parent / "foreign_self.py"
+    done = subprocess.run(
+        [sys.executable, "-I", "-X", "faulthandler", str(script)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr[-2000:], done.stdout) == (0, "", "num_refused > 10_000=True\n")

@@ -1,10 +1,13 @@
+import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from made_threads import no_new_threads
 
 from kv_pool.errors import OutOfThreadsError
-from kv_pool.threads import start_thread
+from kv_pool.threads import start_thread, submit
 
 
 def test_a_thread_that_does_not_start_is_an_error_that_names_the_limit():
@@ -18,3 +21,27 @@ def test_a_thread_runs_its_target_and_does_not_keep_the_process():
     thread = start_thread("a name", told.append, 3)
     thread.join(60)
     assert (told, thread.name, thread.daemon) == ([3], "a name", True)
+
+
+def test_an_executor_without_a_thread_is_an_error_that_names_the_limit():
+    with (
+        ThreadPoolExecutor(1) as executor,
+        no_new_threads(),
+        pytest.raises(OutOfThreadsError, match=r"'a name'.*ulimit -u"),
+    ):
+        submit(executor, "a name", print)
+    with ThreadPoolExecutor(1) as executor:
+        assert submit(executor, "a name", divmod, 7, 2).result() == (3, 1)
+
+
+def test_every_thread_of_the_package_is_started_with_a_typed_error():
+    package = Path(__file__).parents[1] / "kv_pool"
+    if not package.is_dir():
+        pytest.skip("no sources beside the tests")
+    found = [
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "threads.py"
+        for match in re.finditer(r"\bThread\(|(executor|starter)\.(submit|map)\(", path.read_text())
+    ]
+    assert found in ([], ["events/publisher.py: Thread("])

@@ -329,6 +329,41 @@ def test_a_wrong_type_names_the_argument_and_changes_nothing(pool_type, number, 
         assert things.draw() == before
 
 
+def make_numpy(value):
+    """The value with NumPy's integers in place of ints."""
+    if type(value) is int:
+        return np.int64(value)
+    if isinstance(value, list | tuple) and {type(one) for one in value} <= {int, tuple}:
+        return type(value)(map(make_numpy, value))
+    return value
+
+
+def list_calls_with_ints():
+    for pool_type in THINGS:
+        for number, (thing, calls) in enumerate(Things(pool_type).list_calls()):
+            for name, arguments in calls.items():
+                if any(make_numpy(value) is not value for value in arguments.values()):
+                    yield pytest.param(pool_type, number, name, id=f"{type(thing).__name__}.{name}")
+            if pool_type is RunBlockPool:
+                break  # the others are the same
+
+
+@pytest.mark.parametrize(("pool_type", "number", "name"), list(list_calls_with_ints()))
+def test_numpy_integers_do_what_ints_do(pool_type, number, name):
+    outcomes = []
+    for convert in (lambda value: value, make_numpy):
+        things = Things(pool_type)
+        thing, calls = things.list_calls()[number]
+        arguments = {key: convert(value) for key, value in calls[name].items()}
+        try:
+            getattr(thing, name)(**arguments)
+        except KVPoolError as error:
+            outcomes.append((repr(error), things.draw()))
+        else:
+            outcomes.append((None, things.draw()))
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize("pool_type", THINGS)
 def test_every_public_method_with_arguments_is_walked(pool_type):
     for thing, calls in Things(pool_type).list_calls():

@@ -3,6 +3,7 @@
 import codecs
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -70,6 +71,18 @@ def measure_table(table: Table, console: Console) -> Measurement:
                 (Measurement.get(console, options, one).maximum for one in cells), default=0
             )
     return Measurement.get(console, options, table)
+
+
+def fit_table(lay_out: Callable[[int], Table], num_columns: int, console: Console) -> Table:
+    """Return `lay_out(n)`, a table of n columns: all, or the most that a narrow terminal has room for.
+
+    Each cell of a `no_wrap` column is whole.
+    """
+    table = lay_out(num_columns)
+    while console.is_terminal and num_columns > 1 and measure_table(table, console).minimum > console.width:
+        num_columns -= 1
+        table = lay_out(num_columns)
+    return table
 
 
 def _spell(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kv_pool.cli.console import fit_table, print_table
 from kv_pool.cli.event_lines import STYLES, LineFilter, make_lines
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.errors import InvalidArgumentError
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber
 
 _REFRESH_S = 1.0
+
+_TITLES = (
+    "publisher",
+    "holds",
+    "now",
+    "batches",
+    "stored",
+    "removed",
+    "clears",
+    "lost",
+    "snapshots",
+    "restarts",
+)
+"""Of the table of what publishers hold; a narrow terminal shows the first ones."""
 
 
 def events(
@@ -227,7 +242,7 @@ class MirrorTable:
 
     def __exit__(self, *_: object) -> None:
         if self._live is None:
-            self._console.print(self.make_table())
+            print_table(self.make_table(), self._console)
         else:
             self.refresh()
             self._live.stop()
@@ -242,12 +257,12 @@ class MirrorTable:
             self._live.update(self.make_table(), refresh=True)
 
     def make_table(self) -> Table:
+        return fit_table(self._lay_out, len(_TITLES), self._console)
+
+    def _lay_out(self, num_columns: int) -> Table:
         table = Table(title="what publishers hold")
-        for name in ("publisher", "holds"):
-            table.add_column(name)
-        for name in ("batches", "stored", "removed", "clears", "lost", "snapshots", "restarts"):
-            table.add_column(name, justify="right")
-        table.add_column("now")
+        for number, title in enumerate(_TITLES[:num_columns]):
+            table.add_column(title, justify="left" if number < 3 else "right", no_wrap=title != "now")
         for endpoint, subscriber in self._subscribers.items():
             counts = self._mirror.counts_of(endpoint)
             stats = subscriber.stats()
@@ -262,16 +277,15 @@ class MirrorTable:
                 now = "asking for what was missed"
             else:
                 now = "following" if stats.num_connections else "not connected"
-            table.add_row(
-                make_cell(endpoint),
-                Text("\n".join(holds) or "nothing"),
-                f"{stats.counts.num_batches:,}",
-                f"{counts.num_stored:,}",
-                f"{counts.num_removed:,}",
-                f"{counts.num_clears:,}",
-                f"{stats.counts.num_lost:,}",
-                f"{stats.counts.num_snapshots:,}",
-                f"{stats.counts.num_restarts:,}",
-                now,
+            numbers = (
+                stats.counts.num_batches,
+                counts.num_stored,
+                counts.num_removed,
+                counts.num_clears,
+                stats.counts.num_lost,
+                stats.counts.num_snapshots,
+                stats.counts.num_restarts,
             )
+            cells = [make_cell(endpoint), Text("\n".join(holds) or "nothing"), Text(now)]
+            table.add_row(*[*cells, *(Text(f"{number:,}") for number in numbers)][:num_columns])
         return table

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_pool.cli import watching
-from kv_pool.cli.console import measure_table, print_json, print_table
+from kv_pool.cli.console import fit_table, print_json, print_table
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.migration_lines import describe_bytes
@@ -43,13 +43,11 @@ def migration_status(
 
 def draw(found: MigrationList, limit: int, fitting: Console | None = None) -> Table:
     """The last `limit` of them, oldest first; without their last columns where these do not fit."""
-    for num_left_out in range(len(_TITLES)):
-        table = _lay_out(found, limit, len(_TITLES) - num_left_out)
-        if fitting is None or not fitting.is_terminal:
-            break
-        if measure_table(table, fitting).minimum <= fitting.width:
-            break
-    return table
+
+    def lay_out(num_columns: int) -> Table:
+        return _lay_out(found, limit, num_columns)
+
+    return lay_out(len(_TITLES)) if fitting is None else fit_table(lay_out, len(_TITLES), fitting)
 
 
 def _lay_out(found: MigrationList, limit: int, num_columns: int) -> Table:

@@ -1,6 +1,6 @@
 """`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -130,28 +130,29 @@ def replay(
     )
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is about events; give --publish, too")
-    with ExitStack() as stack:
-        publisher = stack.enter_context(open_publisher(publish, publish_replay, publish_config))
-        feed = None
-        if publisher is not None:
-            feed = EventFeed(publisher, pace)
-            print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
-        bar = stack.enter_context(make_progress_bar("replaying", TaskProgressColumn()))
-        task = bar.add_task("replay", total=1.0, live="")
+    # Around the output, too: when the file of requests was cut off, that is told after the result.
+    with nullcontext() if requests is None else write_outcomes(requests) as on_outcome:
+        with ExitStack() as stack:
+            publisher = stack.enter_context(open_publisher(publish, publish_replay, publish_config))
+            feed = None
+            if publisher is not None:
+                feed = EventFeed(publisher, pace)
+                print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
+            bar = stack.enter_context(make_progress_bar("replaying", TaskProgressColumn()))
+            task = bar.add_task("replay", total=1.0, live="")
 
-        def show(progress: ReplayProgress) -> None:
-            bar.update(
-                task,
-                completed=progress.share,
-                live=f"{progress.num_requests:,} requests, token hit rate "
-                f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
-            )
+            def show(progress: ReplayProgress) -> None:
+                bar.update(
+                    task,
+                    completed=progress.share,
+                    live=f"{progress.num_requests:,} requests, token hit rate "
+                    f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
+                )
 
-        on_outcome = None if requests is None else stack.enter_context(write_outcomes(requests))
-        report = run_replay(settings, show, feed, on_outcome)
-    if json is not None:
-        write_report(report, json)
-    print_table(make_table(report))
+            report = run_replay(settings, show, feed, on_outcome)
+        if json is not None:
+            write_report(report, json)
+        print_table(make_table(report))
 
 
 def make_table(report: ReplayReport) -> Table:

@@ -18,6 +18,7 @@ from kv_pool.control.live_replay import LiveReplay
 from kv_pool.control.serve_settings import ServeSettings, check_is_node, read_settings
 from kv_pool.control.server import ControlServer
 from kv_pool.replay.trace import BUNDLED_TRACES
+from kv_pool.threads import submit
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _DEFAULTS = ServeSettings()
@@ -223,7 +224,7 @@ def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:
     stop = Event()
     console = Console(stderr=True)
     with ThreadPoolExecutor(1) as executor, console.status("", refresh_per_second=4) as status:
-        done = executor.submit(replay.run, stop)
+        done = submit(executor, "kv_pool replay", replay.run, stop)
         try:
             while not done.done() and (duration is None or replay.get_progress().seconds < duration):
                 if select.select([asked_to_end], [], [], _SECONDS_BETWEEN_LOOKS)[0]:

@@ -31,6 +31,7 @@ from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
 from kv_pool.replay.capacity import parse_rate
+from kv_pool.threads import submit
 
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _ASK_TIMEOUT_S = 2.0
@@ -164,11 +165,16 @@ class LiveNode:
         return migration.get_status()
 
     def list_peers(self) -> PeerList:
-        """The nodes that this one knows, asked all at once. Waits for their answers, 2 s at most."""
+        """The nodes that this one knows, asked all at once. Waits for their answers, 2 s at most.
+
+        Raises:
+            OutOfThreadsError: the system starts no thread to ask them. Nothing has changed.
+        """
         self._learn_peers()
         known = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
         with ThreadPoolExecutor(min(len(known), _MAX_ASKED_AT_ONCE) or 1) as executor:
-            reports = list(executor.map(self._report, known))
+            asked = [submit(executor, "kv_pool peers", self._report, node) for node in known]
+            reports = [one.result() for one in asked]
         return PeerList(self.migrator.name, self.migrator.address, reports)
 
     def _report(self, known: KnownNode) -> PeerReport:

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any
 
 import xxhash
@@ -14,6 +15,11 @@ from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash, TokenIds
 
 HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
+
+MAX_EXTRA_KEYS_DEPTH = 32
+"""Containers inside each other that extra keys consist of at most; CBOR encoders recurse, and can crash."""
+
+_FLAT_TYPES = (str, int, float, bytes, bytearray, type(None))
 
 _VLLM_SEED = "vllm-none-hash"
 _PROCESS_SEED = os.urandom(32).hex()
@@ -105,10 +111,11 @@ class BlockHasher:
         Args:
             token_ids: any sequence of ints in 0..2**64-1, a numpy array included.
             parent: hash of the block before the first token; None at the start of a sequence.
-            extra_keys: one entry per block, None for a block without; may be shorter.
+            extra_keys: one entry per block, None for a block without; may be shorter. Each is nested
+                `MAX_EXTRA_KEYS_DEPTH` deep at most.
         Raises:
             InvalidArgumentError: a token out of range (says which), a parent of the wrong length.
-                Or an extra key that is text with a lone surrogate.
+                Or extra keys that are nested too deep, or text with a lone surrogate.
             InvalidTypeError: a token that is not an integer, an extra key that CBOR has no form for.
         Cost: packs all tokens in one pass, then one digest a block.
         """
@@ -188,6 +195,15 @@ class BlockHasher:
 def _encode(extra: tuple[Any, ...]) -> bytes:
     from cbor2 import CBOREncodeError, dumps
 
+    for key in extra:  # as a rule tuples of text and numbers
+        is_flat = isinstance(key, tuple)
+        if is_flat:
+            for part in key:
+                if not isinstance(part, (str, int, bytes)):
+                    is_flat = False
+        if not is_flat:
+            _check_depth(extra)
+            break
     try:
         return dumps(extra, canonical=True)
     except UnicodeEncodeError as error:
@@ -196,6 +212,33 @@ def _encode(extra: tuple[Any, ...]) -> bytes:
         ) from error
     except (CBOREncodeError, TypeError) as error:
         raise InvalidTypeError(f"extra keys can not be hashed: {error}") from error
+
+
+def _check_depth(extra: tuple[Any, ...]) -> None:
+    """Raise InvalidArgumentError if containers are nested too deep, or contain themselves."""
+    from cbor2 import CBORTag
+
+    level: dict[int, Any] = {0: extra}
+    for _ in range(MAX_EXTRA_KEYS_DEPTH):
+        inner: dict[int, Any] = {}  # by identity: a container that is in several places is looked at once
+        for one in level.values():
+            parts: Iterable[Any] = ()
+            if isinstance(one, (tuple, list, Sequence, Set)):
+                parts = one
+            elif isinstance(one, Mapping):
+                parts = chain(one, one.values())
+            elif isinstance(one, CBORTag):
+                parts = (one.value,)
+            for part in parts:
+                if not isinstance(part, _FLAT_TYPES):
+                    inner[id(part)] = part
+        if not inner:
+            return
+        level = inner
+    raise InvalidArgumentError(
+        f"extra keys (salt, adapter, multimodal identifiers) are nested more than {MAX_EXTRA_KEYS_DEPTH} "
+        f"deep; use text or a digest in place of the structure"
+    )
 
 
 def _encode_seed(seed: str) -> bytes:

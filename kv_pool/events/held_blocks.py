@@ -93,6 +93,7 @@ class TrackedPublisher:
     Attributes:
         bit: its bit in sets of publishers.
         held: what it holds, by group and medium.
+        num_held: hashes that it holds, each group and medium counted.
         prefix_groups: of the groups whose kind is known, whether their leading blocks are a prefix.
         block_sizes: the sizes of the blocks that are findable by tokens.
         counts: a `PublisherCounts`.
@@ -102,6 +103,7 @@ class TrackedPublisher:
         self.bit = bit
         self.counts_copies = counts_copies
         self.held: dict[tuple[int, str], HeldBlocks] = {}
+        self.num_held = 0
         self.prefix_groups: dict[int, bool] = {}
         self.block_sizes: set[int] = set()
         self.counts = counts
@@ -124,10 +126,11 @@ class HolderTables:
         block_sizes: the sizes of blocks that are findable by tokens, of all publishers.
     """
 
-    def __init__(self, learns_tokens: bool, max_places: int, max_block_sizes: int) -> None:
+    def __init__(self, learns_tokens: bool, max_places: int, max_block_sizes: int, max_blocks: int) -> None:
         self.learns_tokens = learns_tokens
         self.max_places = max_places
         self.max_block_sizes = max_block_sizes
+        self.max_blocks = max_blocks
         self.tables: dict[tuple[int, str], HolderTable] = {}
         self.block_sizes: tuple[int, ...] = ()
         self._num_by_block_size: dict[int, int] = {}
@@ -157,6 +160,10 @@ class HolderTables:
         token_keys: list[Any] | None = None
         if self.learns_tokens:
             token_keys = self._find_token_keys(publisher, group, held, event, hashes)
+        num_fitting = self.max_blocks - publisher.num_held
+        if len(hashes) > num_fitting:
+            counts.num_refused += len(hashes) - num_fitting
+            hashes = hashes[:num_fitting]
         keys = held.keys
         bit = publisher.bit
         table = held.table
@@ -188,6 +195,7 @@ class HolderTables:
             if token_key is not None and table is not None:
                 self._add_token_key(held, table, bit, token_key)
         counts.num_stored += num_held - num_before
+        publisher.num_held += num_held - num_before
         if not keys:
             self._drop_held(publisher, group, medium)
 
@@ -228,6 +236,7 @@ class HolderTables:
             if token_key is not None and table is not None:
                 self._drop_token_key(held, table, bit, token_key)
         counts.num_removed += num_before - len(keys)
+        publisher.num_held -= num_before - len(keys)
         if not keys:
             self._drop_held(publisher, group, medium)
 

@@ -18,6 +18,9 @@ MAX_PLACES = 32
 MAX_BLOCK_SIZES = 8
 """Default of `PrefixMirror.max_block_sizes`."""
 
+MAX_BLOCKS = 20_000_000
+"""Default of `PrefixMirror.max_blocks`."""
+
 _CLEAR_AT_ONCE = 4096
 # Enough that the loop over blocks runs in C, few enough that a miss at the start ends it soon.
 _LOOK_UP_AT_ONCE = 32
@@ -33,8 +36,8 @@ class PublisherCounts:
         num_stored_again: stores of a hash that was held already: copies, and hits reported.
         num_removed_unknown: removals of a hash that was not held; after a loss they are expected.
         num_unknown_parents: stores of which the tokens can not be placed, since their parent is not known.
-        num_refused: blocks of stores in more groups and media than `max_places`, or in a medium with a name
-            of more than 64 characters; they are not held.
+        num_refused: blocks of stores in more groups and media than `max_places`, in a medium with a name of
+            more than 64 characters, or beyond `max_blocks`; they are not held.
         num_refused_sizes: blocks of more sizes than `max_block_sizes`; they are not found by tokens.
         num_remote: events about blocks that are somewhere else, left out.
         num_clears: `AllBlocksCleared` events.
@@ -78,6 +81,9 @@ class PrefixMirror:
         max_places: groups and media in which one publisher's blocks are held at a time. Each costs every
             lookup a pass, so a publisher must not name any number of them.
         max_block_sizes: sizes of blocks that are found by tokens, of one publisher until its next clear.
+        max_blocks: blocks that one publisher holds at a time, each group and medium counted. More than any
+            engine has: it bounds what a faulty or hostile one can make the mirror take. Of a store beyond it
+            the first blocks are held.
 
     Calls that change may come from any thread. Lookups take no lock: they see each block as it was before or
     after a change that runs meanwhile.
@@ -91,17 +97,19 @@ class PrefixMirror:
         counts_copies: bool = False,
         max_places: int = MAX_PLACES,
         max_block_sizes: int = MAX_BLOCK_SIZES,
+        max_blocks: int = MAX_BLOCKS,
     ) -> None:
-        if max_places < 1 or max_block_sizes < 1:
+        if min(max_places, max_block_sizes, max_blocks) < 1:
             raise InvalidArgumentError(
-                f"max_places is {max_places}, max_block_sizes {max_block_sizes}; each is at least 1"
+                f"max_places is {max_places}, max_block_sizes {max_block_sizes}, max_blocks {max_blocks}; "
+                f"each is at least 1"
             )
         self.learns_tokens = learns_tokens
         self.counts_copies = counts_copies
         self._publishers: dict[str, TrackedPublisher] = {}
         self._id_of_bit: dict[int, str] = {}
         self._all_bits = 0
-        self._held = HolderTables(learns_tokens, max_places, max_block_sizes)
+        self._held = HolderTables(learns_tokens, max_places, max_block_sizes, max_blocks)
         self._lock = threading.Lock()
 
     # ---- changes ---------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ class PrefixMirror:
     def count_blocks(self, publisher_id: str) -> int:
         """How many hashes it holds, each group and medium counted; 0 for an unknown one."""
         publisher = self._publishers.get(publisher_id)
-        return sum(len(held.keys) for held in list(publisher.held.values())) if publisher else 0
+        return publisher.num_held if publisher else 0
 
     def count_by_place(self, publisher_id: str) -> dict[tuple[int, str], int]:
         """How many hashes it holds in each (group, medium); {} for an unknown one."""
@@ -297,6 +305,7 @@ class PrefixMirror:
                     self._held.leave_table(publisher, table, blocks[start : start + _CLEAR_AT_ONCE])
             self._held.release_table(group, medium, held)
         publisher.held.clear()
+        publisher.num_held = 0
         self._held.release_block_sizes(publisher)
         if len(publisher.prefix_groups) >= self._held.max_places:
             publisher.prefix_groups.clear()

@@ -12,6 +12,7 @@ from typing import Any
 
 from kv_pool.events.rare_warnings import is_worth_logging
 from kv_pool.events.zmq_module import zmq
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 _EVENT = struct.Struct("=HI")
@@ -42,7 +43,7 @@ class ReaderConnections:
         self._monitors: list[tuple[zmq.SyncSocket, set[int]]] = []
         self._addresses: set[int | str] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="kv_pool event readers", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def watch(self, one: "zmq.SyncSocket") -> None:
         """Notice connections to a socket from now on. To be called before it is bound, and before `start`."""
@@ -55,11 +56,16 @@ class ReaderConnections:
             self._addresses.add(address)
 
     def start(self) -> None:
-        self._thread.start()
+        """Start to count connections.
+
+        Raises:
+            OutOfThreadsError: the system starts no more threads. Nothing has changed.
+        """
+        self._thread = start_thread("kv_pool event readers", self._run)
 
     def stop(self) -> None:
         """End the thread and close the monitors. The watched sockets may be closed before or after."""
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._wake_writer.send(b"x")
             self._thread.join()
         for monitor, _ in self._monitors:

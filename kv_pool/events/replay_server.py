@@ -23,6 +23,7 @@ from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_
 from kv_pool.events.snapshot_batch import encode_in_pieces
 from kv_pool.events.sockets import REPLAY_HWM
 from kv_pool.events.zmq_module import zmq
+from kv_pool.threads import start_thread
 
 MAX_FILLED = 200_000
 """Numbers that a snapshot and the empty batches behind it fill at most."""
@@ -126,18 +127,29 @@ class ReplayServer:
         self._wake_receiver: zmq.SyncSocket = context.socket(zmq.PAIR)
         self._wake_sender.bind(address)
         self._wake_receiver.connect(address)
-        self._thread = threading.Thread(target=self._run, name="kv_pool event replay", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """Start the server's thread.
+
+        Raises:
+            OutOfThreadsError: the system starts no more threads. Nothing has changed.
+        """
+        self._thread = start_thread("kv_pool event replay", self._run)
 
     def stop(self) -> None:
-        """End the thread after the reply it is sending, or the piece of a snapshot; its socket is closed."""
+        """End the thread after the reply it is sending, or the piece of a snapshot; its socket is closed.
+
+        A server that was never started closes its socket, too.
+        """
         self._is_stopping = True
-        # Nothing receives this if the thread has ended by now; a blocking send would wait for ever.
-        with suppress(zmq.Again):
-            self._wake_sender.send(b"", zmq.DONTWAIT)
-        self._thread.join()
+        if self._thread is None:
+            self._close_sockets()
+        else:
+            # Nothing receives this if the thread has ended by now; a blocking send would wait for ever.
+            with suppress(zmq.Again):
+                self._wake_sender.send(b"", zmq.DONTWAIT)
+            self._thread.join()
         self._wake_sender.close(linger=0)
 
     def _run(self) -> None:
@@ -156,6 +168,9 @@ class ReplayServer:
                 self._clean_up()
         except zmq.ContextTerminated:
             _logger.warning("the ZeroMQ context was terminated before the publisher was closed")
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._wake_receiver.close(linger=0)
         self._socket.close()
 

@@ -1,5 +1,6 @@
 """Hit rates over capacity as a picture."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -89,11 +90,15 @@ def draw_hit_rates(
     axes.set_title(_make_title(sweeps), fontsize=10, parse_math=False)
     axes.grid(alpha=0.3, which="both")
     if len(axes.get_legend_handles_labels()[1]) < 5:
-        axes.legend(loc="lower right")
+        legend = axes.legend(loc="lower right")
     else:
-        figure.legend(loc="outside lower center", fontsize="small")
+        legend = figure.legend(loc="outside lower center", fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may have dollar signs
     try:
-        figure.savefig(path, dpi=150)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a name has characters that the font does not have
+            figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise TraceError(f"{path}: can not write the picture: {error}") from error
     finally:
@@ -154,7 +159,7 @@ def _name_sweeps(sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str])
             for key in varying
             if key in settings
         ]
-        found.append(", ".join(values) or name)
+        found.append(_make_printable(", ".join(values) or name))
     return found
 
 
@@ -168,7 +173,12 @@ def _make_title(sweeps: Sequence[Sequence[ReplayReport]]) -> str:
     parts = [f"{num_requests.pop():,} requests"] if len(num_requests) == 1 else []
     parts += [f"clock {common['clock']}"] if "clock" in common else []
     parts += [common["convention"]] if "convention" in common else []
-    return "\n".join(filter(None, [common.get("trace", ""), ", ".join(parts)]))
+    return "\n".join(_make_printable(part) for part in (common.get("trace", ""), ", ".join(parts)) if part)
+
+
+def _make_printable(text: str) -> str:
+    """Names come from files; a picture in XML cannot have control characters."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def count_capacity(report: ReplayReport) -> int:

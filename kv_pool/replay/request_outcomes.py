@@ -106,27 +106,35 @@ class OutcomeNotes:
 def write_outcomes(path: str) -> Iterator[OutcomeCallback]:
     """A callback that writes each outcome as a line of JSON to the file `path`, which is made now.
 
+    The callback raises nothing: after an error such as a full disk it writes no more, and the replay goes on.
+
     Raises:
-        TraceError: the file can not be written, now or later.
+        TraceError: the file cannot be made; or, at the end of the `with` block, it was not written whole.
     """
     encode = msgspec.json.Encoder().encode
-    with _errors_of(path):
+    failure: OSError | None = None
+    try:
         file = open(path, "wb")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise TraceError(f"{path}: can not write the requests: {error.strerror}") from error
 
     def write(outcome: RequestOutcome) -> None:
-        with _errors_of(path):
-            file.write(encode(outcome) + b"\n")
+        nonlocal failure
+        if failure is None:
+            try:
+                file.write(encode(outcome) + b"\n")
+            except OSError as error:
+                failure = error
 
     try:
         yield write
     finally:
-        with _errors_of(path):
+        try:
             file.close()
-
-
-@contextmanager
-def _errors_of(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TraceError(f"{path}: can not write the requests: {error.strerror}") from error
+        except OSError as error:
+            failure = failure or error
+    if failure is not None:
+        raise TraceError(
+            f"{path}: can not write the requests: {failure.strerror}; the file is cut off, the replay is "
+            f"whole"
+        ) from failure

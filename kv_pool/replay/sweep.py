@@ -10,12 +10,12 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from threading import Thread
 
-from kv_pool.errors import InvalidArgumentError, KVPoolError, WorkerLostError
+from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, WorkerLostError
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.report import InfiniteCache, ReplayReport
 from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.threads import start_thread, submit
 
 _Job = tuple[Callable[[ReplaySettings], ReplayReport | InfiniteCache], ReplaySettings]
 
@@ -40,6 +40,7 @@ def run_sweep(
         InvalidArgumentError: no capacities, or a setting that a replay refuses.
         TraceError: as `run_replay`.
         WorkerLostError: a process ended before its replay did.
+        OutOfThreadsError: the system starts no thread, here or in a process.
 
     An exception in the calling thread, such as KeyboardInterrupt, ends all processes before it leaves here.
     """
@@ -57,7 +58,7 @@ def run_sweep(
     try:
         # In another thread: no signal handler interrupts it while it starts a worker.
         with ThreadPoolExecutor(1) as starter:
-            starter.submit(workers.start, min(num_processes, len(points))).result()
+            submit(starter, "kv_pool sweep", workers.start, min(num_processes, len(points))).result()
         return _share_out(settings, points, workers.pipes, on_done)
     finally:
         workers.end()
@@ -165,7 +166,11 @@ def _work(pipe: Connection) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     jobs: SimpleQueue[_Job] = SimpleQueue()
-    Thread(target=_receive, args=(pipe, jobs), daemon=True).start()
+    try:
+        start_thread("kv_pool sweep", _receive, pipe, jobs)
+    except OutOfThreadsError as error:
+        pipe.send(error)
+        _receive(pipe, jobs)  # until the sweep has read the error and closes the pipe
     while True:
         function, settings = jobs.get()
         try:

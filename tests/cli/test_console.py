@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kv_pool.cli.console import print_table
 from kv_pool.cli.migration_status import draw
+from kv_pool.cli.watching import watch
 from kv_pool.control.node_reports import MigrationList
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 
@@ -86,6 +87,28 @@ def test_a_watched_migration_keeps_its_id_and_phase_whole(width):
     assert "…" not in row
 
 
+def test_a_watched_migration_is_whole_in_a_pipe():
+    """Its id was cut off, and its phase not there at all."""
+    console = Console(file=io.StringIO(), width=60, force_terminal=False)
+    statuses = iter([make_status("a-node-with-a-long-name")])
+
+    def look():
+        return draw(MigrationList("a", [next(statuses)]), 20, console)
+
+    with pytest.raises(StopIteration):
+        watch(look, console)
+    [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
+    assert row.split()[:7] == [
+        "sequence",
+        "1234567890123",
+        "done",
+        "move",
+        "to",
+        "a-node-with-a-long-name",
+        "0/0",
+    ]
+
+
 def test_markup_and_escapes_in_names_of_other_nodes_are_shown():
     console = Console(file=io.StringIO(), width=120)
     print_table(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20), console)
@@ -93,6 +116,23 @@ def test_markup_and_escapes_in_names_of_other_nodes_are_shown():
     assert "\x1b" not in printed
     assert r"node [/x]\x1b[2J" in printed
     assert r"move to [bold]b\x1b[31m" in printed
+
+
+HOSTILE = "漢[red]\x1b]0;title\x07\x9b2J\u202e.jsonl"
+
+
+@pytest.mark.parametrize("command", ["replay", "sweep"])
+def test_a_trace_with_markup_and_escapes_in_its_name_is_shown(folder, command):
+    (folder / "trace.jsonl").rename(folder / HOSTILE)
+    done = kv_pool_command(command, HOSTILE, *SIZES, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    if command == "replay":
+        assert r"漢[red]\x1b]0;title\x07\x9b2J\u202e.jsonl" in done.stdout
+    missing = kv_pool_command(command, f"[/x]{HOSTILE}", *SIZES, cwd=folder)
+    assert missing.returncode == 2
+    assert all(line.isprintable() for line in missing.stderr.splitlines())
+    assert r"[/x]漢[red]\x1b]0;title" in missing.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`kv-pool events` as a user runs it, beside a publisher in this process."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -14,15 +15,18 @@ import zmq.auth
 from cli.kv_pool_command import kv_pool_command
 from events.living_pool import LivingPool
 from events.pool_map import pool_map
+from rich.console import Console
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.cli.event_lines import LineFilter, make_lines
+from kv_pool.cli.events import MirrorTable
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 from kv_pool.events.stream_state import StreamState
+from kv_pool.events.subscriber import KVEventSubscriber
 
 STORED = BlockStored([255, 1], 7, list(range(8)), 4, None, "GPU", "sql", group_idx=1)
 REMOVED = BlockRemoved([b"\0" * 31 + b"\2"], "CPU")
@@ -110,6 +114,31 @@ def test_the_mirror_shows_what_is_held(publisher, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"{len(pool_map(life.pool))} in group 0 GPU" in done.stdout
     assert publisher.endpoint in done.stdout
+
+
+def test_the_mirror_keeps_names_and_numbers_whole_at_80_columns_in_a_pipe(publisher, tmp_path):
+    publisher.publish([BlockStored(list(range(123_456)), None, [], 4, None, "GPU", None)])
+    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
+    done = kv_pool_command("events", *places, "--mirror", "--limit", "1", cwd=tmp_path, COLUMNS="80")
+    [row] = [line for line in done.stdout.splitlines() if "group 0" in line]
+    assert [cell.strip() for cell in row.split("│")[1:3]] == [publisher.endpoint, "123,456 in group 0 GPU"]
+    assert row.split("│")[5].strip() == "123,456"
+    assert "…" not in done.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_shows_the_first_columns_of_the_mirror_whole(width):
+    endpoint = "tcp://10.0.0.1:5557"
+    with KVEventSubscriber("ipc://nowhere") as subscriber:
+        table = MirrorTable({endpoint: subscriber}, None, None, None, True)
+        table._mirror.apply(endpoint, [BlockStored([*range(1234)], None, [], 4, None, "GPU", None)])
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        table._console = console
+        console.print(table.make_table())
+    printed = console.file.getvalue()
+    assert f"{endpoint} │ 1,234 in group 0 GPU │" in printed
+    assert "…" not in printed
+    assert ("restarts" in printed) == (width == 200)
 
 
 @pytest.mark.parametrize(("options", "num_held"), [([], 2), (["--no-count-copies"], 1)])

@@ -102,6 +102,16 @@ def test_the_version_and_the_command_as_a_module(tmp_path):
     assert told.stdout == done.stdout
 
 
+def test_without_typer_it_says_what_to_install_from_a_checkout(tmp_path):
+    code = "import sys; sys.modules['typer'] = None; from kv_pool.cli.main import main; main()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == ("kv-pool needs typer and rich: pip install '.[cli]' in a checkout of kv_pool\n")
+
+
 def test_a_shell_completes_sub_commands(tmp_path):
     asked = {"_KV_POOL_COMPLETE": "complete_bash", "COMP_WORDS": "kv-pool re", "COMP_CWORD": "1"}
     script = Path(sys.executable).with_name("kv-pool")

@@ -103,6 +103,7 @@ def test_a_copy_goes_on_at_both_nodes(folder):
         assert list_ids("a") == list_ids("b") != []
         again = ask(folder, "migrate", "--sequence-id", "newest", "--target-node", "b", "--copy")
         assert again.returncode == 2
+        assert "stays; node b did not take it: " in again.stderr
         assert "holds blocks on device 0 already" in again.stderr
 
 

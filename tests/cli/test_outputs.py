@@ -30,6 +30,10 @@ def folder(tmp_path):
             "sweep broken.jsonl --json nowhere/r.json",
             "nowhere/r.json: can not write the report: there is no",
         ),
+        (
+            "replay broken.jsonl --requests nowhere/r.jsonl",
+            "nowhere/r.jsonl: can not write the requests: No such file",
+        ),
         ("sweep broken.jsonl --png folder.png", "folder.png: can not write the picture: it is a folder"),
         (
             "sweep broken.jsonl --png curve.xyz",
@@ -49,6 +53,19 @@ def test_a_report_that_finds_no_room_on_disk_is_printed(folder):
     assert done.returncode == 2
     assert json.loads(done.stdout)["requests"] == 2
     assert "No space left on device; the report is on standard output instead" in done.stderr
+
+
+def test_a_disk_that_fills_while_requests_are_written_costs_no_result(folder):
+    write_trace(folder / "long.jsonl", [record(16, [i, i + 1]) for i in range(400)])
+    arguments = ("replay", "long.jsonl", *SIZES, "--requests", "/dev/full", "--json", "report.json")
+    done = kv_pool_command(*arguments, cwd=folder)
+    assert done.returncode == 2
+    assert "token hit rate" in done.stdout
+    assert json.loads((folder / "report.json").read_text())["requests"] == 400
+    assert done.stderr.splitlines() == [
+        "error: /dev/full: can not write the requests: No space left on device; the file is cut off, the "
+        "replay is whole"
+    ]
 
 
 def test_sweep_json_that_finds_no_room_on_disk_is_printed(folder):

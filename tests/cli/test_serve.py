@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import zmq.auth
@@ -14,9 +15,12 @@ from cli.serving import serving
 from replay.made_trace import record, write_trace
 
 from kv_pool.adapter.layout import BlockState
+from kv_pool.cli.publishing import open_publisher
 from kv_pool.control import ControlClient, ControlServer
+from kv_pool.events.config import PublisherConfig
 from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
+from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 
 SMALL = ("trace.jsonl", "--blocks", "40", "--block-size", "8", "--trace-block-size", "8")
@@ -65,6 +69,19 @@ def test_a_mirror_of_its_events_holds_what_the_pool_holds(folder):
             layout = client.get_layout()
     assert layout.states.count(BlockState.CACHED) == mirror.count_blocks("serve") == 5
     assert mirror.find_prefix_of_tokens([1] * 8 + [2] * 8 + [7] * 8) == {"serve": 16}
+
+
+def test_it_publishes_with_the_preset_for_routers():
+    """Numbers from the clock, a heartbeat, replay and a state; routers were told of no restart."""
+    port = "tcp://127.0.0.1:0"
+    with open_publisher(port, port, None) as publisher:
+        assert publisher.config == PublisherConfig.for_routers(endpoint=port, replay_endpoint=port)
+        numbers = []
+        with KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+            while len(numbers) < 2:  # heartbeats
+                numbers += [item.sequence for item in subscriber.poll(0.2) if isinstance(item, ReceivedBatch)]
+    assert abs(numbers[0] / 1e6 - time.time()) < 100
+    assert publisher.statistics().num_empty_batches_sent > 0
 
 
 @pytest.mark.parametrize("is_named_in_its_file", [False, True])

@@ -6,12 +6,15 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from cli.serving import serving
 from replay.made_trace import record, write_trace
+
+from kv_pool.cli.signals import GRACE_S
 
 BOUND_S = 30
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
@@ -195,6 +198,34 @@ def test_a_signal_ends_a_watch(folder, name):
         process.send_signal(getattr(signal, name))
         _, err = process.communicate(timeout=BOUND_S)
         assert (process.returncode, err) == (STATUS[name], "")
+
+
+WILL_NOT_END = """
+import threading, time
+from kv_pool.cli.signals import end_on_signals
+end_on_signals()
+threading.Thread(target=time.sleep, args=(3600,)).start()
+print("ready", flush=True)
+try:
+    time.sleep(3600)
+finally:
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_command_that_cannot_end_is_ended_within_a_second(name):
+    """Whatever it cleans up, and whichever threads it has: `GRACE_S` after the signal it is gone."""
+    command = [sys.executable, "-c", WILL_NOT_END]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
+        assert process.stdout.readline() == "ready\n"
+        sent = time.monotonic()
+        process.send_signal(getattr(signal, name))
+        try:
+            assert process.wait(BOUND_S) == STATUS[name]
+        finally:
+            process.kill()
+        assert GRACE_S <= time.monotonic() - sent < 10 * GRACE_S  # the rest is for a busy machine
 
 
 def test_a_sighup_that_nohup_ignores_does_not_end_it(folder):

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 import pytest
 from adapter.made_nodes import take_all
 from adapter.made_pool import check, make, make_storage, read
+from made_threads import no_new_threads
 
 from kv_pool import ControlError, InvalidArgumentError, PoolExhaustedError, UnknownSequenceError
 from kv_pool.control import ControlClient, ControlServer
 from kv_pool.control.live_node import LiveNode
 from kv_pool.control.serve_settings import ServeSettings
-from kv_pool.errors import PeerUnavailableError
+from kv_pool.errors import OutOfThreadsError, PeerUnavailableError
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.topology import Link, Nearness
 
@@ -78,6 +79,13 @@ def test_peers_are_asked_and_how_near_they_are_is_learned(folder):
     with served("c", peer=["gone=127.0.0.1:1"]) as (client, _):
         [peer] = client.list_peers().peers
         assert "can not connect" in peer.error
+
+
+def test_peers_that_no_thread_can_ask_are_a_typed_error(folder):
+    with two_nodes() as (_, a, _, _):
+        with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool peers"):
+            a.list_peers()
+        assert [peer.name for peer in a.list_peers().peers] == ["b"]
 
 
 def test_what_can_not_migrate_is_said_before_it_begins(folder):

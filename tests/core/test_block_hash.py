@@ -2,11 +2,14 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import xxhash
+from cbor2 import CBORTag
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -175,6 +178,55 @@ def test_text_that_can_not_be_hashed_is_a_typed_error(algorithm):
         BlockHasher(algorithm, lone)
     with pytest.raises(InvalidTypeError, match="can not be hashed"):
         hasher.hash_blocks(range(8), extra_keys=[(object(),)])
+
+
+def nest(container, depth):
+    inner = 0
+    for _ in range(depth):
+        inner = container(inner)
+    return inner
+
+
+CONTAINERS = {
+    "tuple": lambda inner: (inner,),
+    "list": lambda inner: [inner],
+    "dict": lambda inner: {"a": inner},
+    "frozenset": lambda inner: frozenset([inner]),
+    "deque": lambda inner: deque([inner]),
+    "proxy": lambda inner: MappingProxyType({1: inner}),
+    "tag": lambda inner: CBORTag(1000, inner),
+    "several": lambda inner: (1, [inner, inner], {"b": inner}),
+}
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_extra_keys_that_are_nested_100_000_deep_are_a_typed_error(algorithm, name):
+    """The CBOR encoder ran out of stack: the process was gone, or a RecursionError came."""
+    depth = 100_000 if name in ("tuple", "list", "dict") else 100  # others crash Python elsewhere
+    hasher = BlockHasher(algorithm, "s", 4)
+    keys = nest(CONTAINERS[name], depth)
+    with pytest.raises(InvalidArgumentError, match=r"nested more than 32 deep"):
+        hasher.hash_blocks(range(8), extra_keys=[(("mm", keys, 0),)])
+    with pytest.raises(InvalidArgumentError, match=r"nested more than 32 deep"):
+        Request("r", range(8), hasher, mm_features=[MultiModalFeature(keys, PlaceholderRange(0, 4))])
+
+
+def test_extra_keys_may_be_nested_as_deep_as_documented():
+    hasher = BlockHasher("sha256_cbor", "s", 4)
+    deepest = [
+        hasher.hash_blocks(range(4), extra_keys=[nest(CONTAINERS["tuple"], depth)]) for depth in (32, 31)
+    ]
+    assert deepest[0] != deepest[1]
+    with pytest.raises(InvalidArgumentError, match=r"nested more than 32 deep"):
+        hasher.hash_blocks(range(4), extra_keys=[nest(CONTAINERS["tuple"], 33)])
+
+
+def test_extra_keys_that_contain_themselves_are_a_typed_error():
+    inside = []
+    inside += [inside, inside]
+    with pytest.raises(InvalidArgumentError, match=r"nested more than 32 deep"):
+        BlockHasher(block_size=4).hash_blocks(range(4), extra_keys=[(inside,)])
 
 
 @pytest.mark.parametrize("block_size", [0, -4])

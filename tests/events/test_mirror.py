@@ -299,7 +299,25 @@ def test_a_publisher_with_8000_block_sizes_does_not_slow_lookups():
     assert mirror._held.block_sizes == (4,)
 
 
-@pytest.mark.parametrize("options", [{"max_places": 0}, {"max_block_sizes": 0}])
+@pytest.mark.parametrize("learns_tokens", [False, True])
+def test_a_publisher_cannot_make_the_mirror_hold_any_number_of_blocks(learns_tokens):
+    """It used to take memory without end."""
+    mirror = PrefixMirror(learns_tokens, max_blocks=5)
+    mirror.apply("honest", [stored(1, 2, 3)])
+    mirror.apply("hostile", [stored(*range(1, 1000)), stored(7000, medium="CPU")])
+    assert mirror.state_of("hostile") == {(0, "GPU", block_hash) for block_hash in range(1, 6)}
+    assert mirror.counts_of("hostile").num_refused == 994 + 1
+    assert mirror.find_prefix(range(1, 1000)) == {"honest": 3, "hostile": 5}
+    mirror.apply("hostile", [removed(4, 5, 6), stored(8), stored(9, 10, medium="CPU")])
+    assert mirror.state_of("hostile") == {(0, "GPU", n) for n in (1, 2, 3, 8)} | {(0, "CPU", 9)}
+    assert mirror.counts_of("hostile").num_refused == 996
+    mirror.apply("hostile", [AllBlocksCleared(), stored(*range(20, 25))])
+    assert mirror.count_blocks("hostile") == 5
+    assert mirror.counts_of("hostile").num_refused == 996
+    assert mirror.counts_of("honest").num_refused == 0
+
+
+@pytest.mark.parametrize("options", [{"max_places": 0}, {"max_block_sizes": 0}, {"max_blocks": 0}])
 def test_bounds_below_one_are_refused(options):
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         PrefixMirror(**options)

@@ -1,16 +1,24 @@
 """What readers that missed batches are answered, on real sockets."""
 
 import threading
+import time
 
 import pytest
 import zmq
 from events.deadlines import wait_until
 from events.made_publisher import make_publisher
 from events.stream_readers import Reader, Requester, numbers_of, removed, subscribed
+from made_threads import no_new_threads
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
-from kv_pool.events.batch import decode_batch
+from kv_pool.errors import OutOfThreadsError
+from kv_pool.events import replay_server
+from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
+from kv_pool.events.config import PublisherConfig
+from kv_pool.events.reader_connections import ReaderConnections
+from kv_pool.events.replay_buffer import ReplayBuffer
 from kv_pool.events.replay_reader import MAX_WAITING_REQUESTS
+from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
 from kv_pool.events.stream_state import StreamState
 
@@ -259,6 +267,19 @@ def test_after_a_restart_with_the_clock_readers_are_told_to_clear():
         requester.ask_until(sequence + 1, sequence + 1)
 
 
+def test_a_snapshot_has_the_wanted_number_where_no_more_than_the_bound_are_to_be_filled(monkeypatch):
+    monkeypatch.setattr(replay_server, "MAX_FILLED", 50)
+    with (
+        make_publisher(StreamState(), first_sequence=100) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        answer = requester.ask(50)
+        assert [sequence for sequence, _ in answer] == list(range(50, 100))
+        assert [bool(batch.events) for _, batch in answer] == [True] + [False] * 49
+        ((sequence, snapshot),) = requester.ask(49)
+        assert (sequence, snapshot.events) == (99, [AllBlocksCleared()])
+
+
 def test_heartbeats_do_not_outdate_snapshots():
     with (
         make_publisher(StreamState(), heartbeat_s=0.001, buffer_steps=2) as publisher,
@@ -379,3 +400,32 @@ def test_a_state_that_cannot_tell_costs_readers_the_snapshot_and_nothing_else():
         requester.ask_until(0, 4)
         assert requester.ask_for_sequences(0) == [3, 4]
     assert publisher.statistics().num_snapshots == 0
+
+
+def test_a_server_that_gets_no_thread_can_be_started_later_and_closes_its_socket():
+    with zmq.Context() as context:
+        for is_started_later in (True, False):
+            socket = context.socket(zmq.ROUTER)
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            buffer = ReplayBuffer(5, 0)
+            buffer.append(0, encode_batch(KVEventBatch(0.0, [removed(0)])))
+            connections = ReaderConnections(3)
+            server = ReplayServer(
+                context,
+                socket,
+                connections,
+                buffer,
+                None,
+                PublisherConfig(),
+                encode_batch,
+                time.time,
+            )
+            with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool event replay"):
+                server.start()
+            if is_started_later:
+                server.start()
+                with Requester(f"tcp://127.0.0.1:{port}") as requester:
+                    assert requester.ask_for_sequences(0) == [0]
+            server.stop()
+            connections.stop()
+            assert socket.closed

@@ -5,12 +5,15 @@ import socket as tcp
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 import zmq
 from events.deadlines import wait_until
 from events.made_publisher import make_publisher
 from events.stream_readers import Reader, Requester, Subscriber
+from made_threads import no_new_threads
 
 from kv_pool.core.kv_events import BlockStored
+from kv_pool.errors import OutOfThreadsError
 from kv_pool.events.live_backlog import return_free_memory
 from kv_pool.events.reader_connections import ReaderConnections
 from kv_pool.events.sequence_frames import pack_sequence
@@ -175,3 +178,13 @@ def test_only_connections_to_the_publisher_are_cut():
             connections.stop()
             for descriptor in pipe:
                 os.close(descriptor)
+
+
+def test_a_count_of_connections_that_gets_no_thread_can_be_started_later_or_stopped():
+    connections = ReaderConnections(3)
+    with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool event readers"):
+        connections.start()
+    connections.start()
+    connections.stop()
+    never_started = ReaderConnections(3)
+    never_started.stop()

@@ -1,6 +1,7 @@
 """Whole migrations between nodes of one process, and over TCP."""
 
 import threading
+import time
 
 import pytest
 from made_threads import no_new_threads
@@ -565,6 +566,19 @@ def test_content_that_is_reported_wrong_while_it_is_read_arrives_nowhere(make_pa
     assert pair.b.pool.get_num_free_blocks() == 31
     assert pair.a.check_prefix(range(40)) == 2
     pair.check()
+
+
+@pytest.mark.parametrize("is_of_the_node", [True, False])
+def test_a_short_migration_takes_as_long_as_the_rate_says(make_pair, is_of_the_node):
+    """The bytes of a tenth of a second went at once, and those of a block whatever it took."""
+    rate = 8.0 * MadeEngine().storage.block_bytes
+    pair = make_pair(**({"max_bytes_per_s": rate} if is_of_the_node else {}))
+    request = pair.a.start("r", range(16))
+    began = time.monotonic()
+    limit = {} if is_of_the_node else {"max_bytes_per_s": rate}
+    migration = pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a", **limit)
+    assert len(migration.wait(PATIENCE_S)) == 4
+    assert time.monotonic() - began >= 4 / 8
 
 
 class HeardClock(Clock):

@@ -1,13 +1,14 @@
 """The hit-rate curve as a file."""
 
 import struct
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.plot import count_capacity, draw_hit_rates
-from kv_pool.replay.report import InfiniteCache, ReplayReport, TierReport
+from kv_pool.replay.report import InfiniteCache, Provenance, ReplayReport, TierReport
 
 REPORTS = [
     ReplayReport(16, size, "full_blocks", "instant", 5, token_hit_rate=rate, block_hit_rate=rate)
@@ -82,6 +83,24 @@ def test_sweeps_in_one_picture_are_named_by_their_differences(tmp_path):
     assert "<!-- groups window:9 -->" in picture
     assert "seed" not in picture
     assert "of full prompt blocks" not in picture
+
+
+def test_names_are_drawn_as_they_are_but_for_control_characters(tmp_path):
+    """Matplotlib reads text between two of them as a formula, and refuses `$\\frac$`."""
+    provenance = {"command": [], "date": "", "kv_pool": "", "compiled": False, "python": "", "platform": ""}
+    rest = {"dependencies": {}, "trace_sha256": "", "trace_block_size": None, "seed": ""}
+
+    def replayed(name):
+        told = Provenance(trace=name, **provenance, **rest)
+        return [msgspec.structs.replace(make(10), provenance=told)]
+
+    names = [r"cost_$x$_and_$\frac$.jsonl", r"$HOME$\frac$.jsonl"]
+    assert f"<!-- {names[0]}" in draw(tmp_path, replayed(names[0]))
+    picture = draw(tmp_path, replayed(names[0]), **{"sweep.json": replayed(names[1])})
+    assert all(f"<!-- {name} -->" in picture for name in names)
+    ElementTree.fromstring(draw(tmp_path, replayed("漢字 \x1b]0;title\x07.jsonl")))
+    equal = draw(tmp_path, [make(10)], **{r"a$\frac$.json": [make(20)]})
+    assert r"<!-- a$\frac$.json -->" in equal
 
 
 def test_equal_sweeps_are_named_by_their_files(tmp_path):

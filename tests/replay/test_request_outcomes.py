@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
-from kv_pool import TraceError
+from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.request_outcomes import RequestOutcome, write_outcomes
 from kv_pool.replay.simulator import ReplaySettings, run_replay
 from kv_pool.replay.trace_clock import EngineRates
@@ -111,9 +111,18 @@ def test_a_file_that_can_not_be_written_is_an_error_before_the_replay(tmp_path):
         pytest.fail("the file was not made")
 
 
-def test_a_full_disk_is_an_error(trace):
+def test_a_full_disk_in_the_middle_is_an_error_after_the_replay(trace):
+    reports = []
     with (
-        pytest.raises(TraceError, match="/dev/full: can not write the requests: No space left"),
+        pytest.raises(TraceError, match=r"/dev/full: can not write the requests: No space left.*is cut off"),
         write_outcomes("/dev/full") as write,
     ):
-        run_replay(ReplaySettings(trace, 14, trace_block_size=8), on_outcome=write)
+        reports.append(run_replay(ReplaySettings(trace, 14, trace_block_size=8), on_outcome=write))
+    assert reports[0].requests == 200
+
+
+def test_an_error_of_the_replay_is_not_hidden_by_a_full_disk(tmp_path):
+    trace = str(write_trace(tmp_path / "trace.jsonl", [record(80, list(range(10)))]))
+    settings = ReplaySettings(trace, 5, trace_block_size=8)
+    with pytest.raises(InvalidArgumentError, match="no request fits"), write_outcomes("/dev/full") as write:
+        run_replay(settings, on_outcome=write)

@@ -1,16 +1,19 @@
 """A sweep is so many single replays."""
 
+import multiprocessing
 import random
 from dataclasses import replace
 
 import msgspec
 import pytest
+from made_threads import call_without_threads, no_new_threads
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
+from kv_pool.errors import OutOfThreadsError
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.simulator import ReplaySettings, run_replay
-from kv_pool.replay.sweep import run_sweep
+from kv_pool.replay.sweep import _work, run_sweep
 
 TIMES = ("wall_seconds", "look_up", "allocate", "free")
 
@@ -81,3 +84,21 @@ def test_a_missing_trace_stops_the_sweep(tmp_path):
 def test_a_sweep_over_no_capacities_is_refused(settings):
     with pytest.raises(InvalidArgumentError, match="at least one capacity"):
         run_sweep(settings, [], 1)
+
+
+def test_a_sweep_that_gets_no_thread_is_a_typed_error(settings):
+    with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool sweep"):
+        run_sweep(settings, [20], 1)
+
+
+def test_a_process_of_a_sweep_that_gets_no_thread_reports_it():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=call_without_threads, args=(_work, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    with ours:
+        assert ours.poll(60)
+        assert isinstance(ours.recv(), OutOfThreadsError)
+    process.join(60)
+    assert process.exitcode == 1

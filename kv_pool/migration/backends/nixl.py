@@ -14,13 +14,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
+from kv_pool.errors import (
+    InvalidArgumentError,
+    MigrationError,
+    OutOfThreadsError,
+    PeerUnavailableError,
+    TransferFailedError,
+)
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.migration.backends.nixl_module import Nixl, load_nixl
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray, SegmentTable, split_alike
 from kv_pool.storage.spans import count_pieces, make_block_ids
+from kv_pool.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +69,7 @@ class NixlBackend(TransferBackend):
     Raises:
         MissingDependencyError: NIXL is not installed.
         MigrationError: it can not use this memory.
+        OutOfThreadsError: the system starts no more threads. Nothing stays registered.
     """
 
     name: ClassVar[str] = "nixl"
@@ -95,8 +103,11 @@ class NixlBackend(TransferBackend):
         self._readers: list[NixlReader] = []
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
-        self._progress = threading.Thread(target=self._make_progress, name="kv_pool nixl", daemon=True)
-        self._progress.start()
+        try:
+            self._progress = start_thread("kv_pool nixl", self._make_progress)
+        except OutOfThreadsError:
+            self._deregister()
+            raise
 
     def describe(self) -> bytes:
         table = self.storage.segments
@@ -141,11 +152,14 @@ class NixlBackend(TransferBackend):
             )
             _kept.append((self.agent, self.storage, *under_way))
         else:
-            for registered in self._registered:
-                with suppress(*self.nixl.errors):
-                    self.agent.deregister_memory(registered)
+            self._deregister()
         self._readers = []
         self.agent = None
+
+    def _deregister(self) -> None:
+        for registered in self._registered:
+            with suppress(*self.nixl.errors):
+                self.agent.deregister_memory(registered)
 
     def forget(self, agent_name: str) -> None:
         """The peer of this agent has gone."""

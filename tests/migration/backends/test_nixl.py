@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from made_threads import no_new_threads
 from migration.backends.made_links import LAYOUT_PAIRS, make_kv, make_rows
 
-from kv_pool.errors import MissingDependencyError, PeerUnavailableError
+from kv_pool.errors import MissingDependencyError, OutOfThreadsError, PeerUnavailableError
 from kv_pool.migration.backends.nixl import (
     NixlBackend,
     NixlDescription,
@@ -16,6 +17,7 @@ from kv_pool.migration.backends.nixl import (
     list_regions,
     make_table,
 )
+from kv_pool.migration.backends.nixl_module import load_nixl
 
 
 def test_without_nixl_the_error_says_how_to_get_it(monkeypatch):
@@ -65,3 +67,21 @@ def test_a_closed_backend_leaves_no_thread_and_may_be_closed_again():
 def test_nothing_is_printed(capfd):
     NixlBackend(make_kv("NHD", 4)).close()
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.nixl
+def test_a_backend_that_gets_no_thread_leaves_nothing_registered(monkeypatch):
+    agent_class = load_nixl().api.nixl_agent
+    deregister = agent_class.deregister_memory
+    given_back = []
+
+    def note(agent, registered):
+        deregister(agent, registered)
+        given_back.append(registered)
+
+    monkeypatch.setattr(agent_class, "deregister_memory", note)
+    storage = make_kv("NHD", 4)
+    with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool nixl"):
+        NixlBackend(storage)
+    assert len(given_back) == 2
+    NixlBackend(storage).close()
