@@ -22,6 +22,7 @@ from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.resident_state import ResidentState
 from kv_pool.events.sequence_frames import pack_sequence
 from kv_pool.events.sockets import PublisherSockets
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class ZMQEventPublisher:
         EndpointError: an endpoint in use, or one that cannot be bound or connected to.
         InvalidArgumentError: a key file that can not be used.
         MissingDependencyError: when this module is imported without pyzmq.
+        OutOfThreadsError: the system starts no more threads. The endpoints are free again.
     """
 
     def __init__(
@@ -119,7 +121,6 @@ class ZMQEventPublisher:
                 self._encode,
                 clock,
             )
-            self._replay_server.start()
         if config.curve_secret_key_file is None and not (
             is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
         ):
@@ -127,9 +128,15 @@ class ZMQEventPublisher:
                 "whoever reaches %s can read the token ids of all prompts; CURVE keys prevent it",
                 " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
             )
-        self._thread = threading.Thread(target=self._run, name="kv_pool event publisher", daemon=True)
-        self._thread.start()
-        self._sockets.connections.start()
+        try:
+            self._sockets.connections.start()
+            if self._replay_server is not None:
+                self._replay_server.start()
+            self._thread = start_thread("kv_pool event publisher", self._run)
+        except BaseException:
+            self._close_sockets()
+            self._sockets.end()
+            raise
 
     # ---- the pool's thread ---------------------------------------------------------------------------
 
@@ -261,6 +268,9 @@ class ZMQEventPublisher:
             self._expected_number = number + 1
             self._handle(ts, events)
             sent_s = time.monotonic()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         if self._replay_server is not None:
             self._replay_server.stop()
         self._sockets.connections.stop()

@@ -11,14 +11,22 @@ import zmq.auth
 from events.deadlines import wait_until
 from events.made_publisher import FREE_PORT, GatedState, make_publisher
 from events.stream_readers import TIMEOUT_MS, Reader, Requester, Subscriber, removed, subscribed
+from made_threads import no_new_threads
 from zmq.utils.monitor import recv_monitor_message
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
-from kv_pool.errors import EndpointError, InvalidArgumentError, KVPoolError, PublisherClosedError
+from kv_pool.errors import (
+    EndpointError,
+    InvalidArgumentError,
+    KVPoolError,
+    OutOfThreadsError,
+    PublisherClosedError,
+)
 from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encode_batch_positional
 from kv_pool.events.config import GroupSpec
 from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
 from kv_pool.events.stream_state import StreamState
+from kv_pool.threads import start_thread
 
 MAKERS = {"null": NullEventPublisher, "zmq": make_publisher}
 
@@ -472,6 +480,25 @@ def test_only_listed_clients_are_admitted(keys):
             friend, stranger = client_options(keys, "friend"), client_options(keys, "stranger")
             assert handshake_of(kind, endpoint, **friend) == zmq.EVENT_HANDSHAKE_SUCCEEDED
             assert handshake_of(kind, endpoint, **stranger) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+@pytest.mark.parametrize("module", ["reader_connections", "replay_server", "publisher"])
+def test_a_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
+    with make_publisher(replay_endpoint=FREE_PORT) as publisher:
+        places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+
+        def refuse(*arguments):
+            with no_new_threads():
+                return start_thread(*arguments)
+
+        patch.setattr(f"kv_pool.events.{module}.start_thread", refuse)
+        with pytest.raises(OutOfThreadsError):
+            make_publisher(**places)
+    assert set(threading.enumerate()) <= before
+    with make_publisher(**places) as publisher:
+        assert publisher.endpoint == places["endpoint"]
 
 
 def test_keys_that_cannot_be_used_are_told(keys, tmp_path):
