@@ -42,6 +42,7 @@ RESETTING: Final = 14
 SWAPPING_IDS: Final = 15
 CLEARING_LINKS_OF_TAKEN: Final = 16
 UNDO_TAKING_LISTED: Final = 17
+WATCHING: Final = 18
 
 MAX_REFERENCES: Final = 2**31 - 1
 """The most references that one block can have; the count has 32 bits."""
@@ -95,6 +96,7 @@ class BlockPoolCore(PrefixCache):
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
         self._unfinished_swap: IdSwap | None = None
+        self._unfinished_watcher: Callable[[KVCacheBlock], None] | None = None
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
@@ -229,11 +231,11 @@ class BlockPoolCore(PrefixCache):
         owner = self._owner
         queue = self.free_block_queue
         listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
-        watchers = {}
         first: KVCacheBlock | None = None
         last: KVCacheBlock | None = None
         num_freed: i64 = 0
         num_done: i64 = 0
+        is_freed = False
         try:
             for block in listed:
                 check_ours(block, owner, "unpin_blocks()")
@@ -242,7 +244,6 @@ class BlockPoolCore(PrefixCache):
                         f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
                         "unpin_blocks() takes blocks that are in use"
                     )
-                watchers[block.block_id] = on_reuse
                 block.ref_cnt -= 1
                 num_done += 1
                 if block.ref_cnt == 0:
@@ -253,12 +254,16 @@ class BlockPoolCore(PrefixCache):
                         block.prev_free_block = last
                     last = block
                     num_freed += 1
-            self._reuse_watchers |= watchers
             queue.splice(None, None, 0, first, last, num_freed)
+            is_freed = True
+            watchers = self._reuse_watchers
+            for block in listed:
+                watchers[block.block_id] = on_reuse
         except BaseException as error:
             self._unfinished_blocks = listed
             self._unfinished_count = num_done
-            self._unfinished = UNDO_FREEING
+            self._unfinished_watcher = on_reuse
+            self._unfinished = WATCHING if is_freed else UNDO_FREEING
             self._recover()
             raise_typed(error, listed, "unpin_blocks()")
 
@@ -292,18 +297,17 @@ class BlockPoolCore(PrefixCache):
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        listed: list[Any] = as_ints("block_ids", block_ids)
         num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
-        for element in listed:
-            block_id: int = element
+        evicted: list[KVCacheBlock] = []
+        for block_id in as_ints("block_ids", block_ids):
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
                     "Did a KV connector report a block that was never allocated here?"
                 )
+            evicted.append(self.blocks[block_id])
         if self._unfinished != NOTHING:
             self._recover()
-        evicted = [self.blocks[element] for element in listed]
         try:
             for block in evicted:
                 block.generation += 1
@@ -579,6 +583,11 @@ class BlockPoolCore(PrefixCache):
                         block.next_free_block = None
                     block.ref_cnt += 1
                 self._unfinished_count -= 1
+        elif todo == WATCHING:
+            on_reuse = self._unfinished_watcher
+            assert on_reuse is not None
+            for block in blocks:
+                self._reuse_watchers[block.block_id] = on_reuse
         elif todo == RESETTING:
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
@@ -1012,7 +1021,12 @@ def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     for position, pair in enumerate(as_list("pairs", pairs)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             refuse_type(f"pairs[{position}]", pair, "a pair of int")
-        checked.append((as_int(f"pairs[{position}]", pair[0]), as_int(f"pairs[{position}]", pair[1])))
+        first = pair[0]
+        second = pair[1]
+        if not isinstance(first, int) or not isinstance(second, int):
+            first = as_int(f"pairs[{position}]", first)
+            second = as_int(f"pairs[{position}]", second)
+        checked.append((first, second))
     return checked
 
 
