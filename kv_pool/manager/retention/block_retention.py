@@ -173,8 +173,9 @@ class BlockRetention:
             PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
                 changed.
         """
-        check_type("request_id", request_id, str)
-        listed = as_list_of("directives", directives, RetentionDirective)
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self._apply_clock()
         ranges: list[tuple[int, int | None, Claim]] = []
         pins: set[tuple[int, int]] = set()
@@ -217,7 +218,7 @@ class BlockRetention:
         Cost: O(blocks in the ranges).
         """
         get_request_id("request", request)
-        listed = as_list_of("directives", directives, RetentionDirective)
+        listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self._apply_clock()
         ranges = [(one.start, one.end, self._make_claim(one), one.is_none) for one in listed]
         changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
@@ -251,7 +252,8 @@ class BlockRetention:
             InvalidArgumentError: `until` is not in the future, or no such priority. Nothing has changed.
         Cost: O(blocks of the request).
         """
-        check_type("session_id", session_id, str)
+        if not isinstance(session_id, str):
+            refuse_type("session_id", session_id, "str")
         get_request_id("request", request)
         check_number("until", until)
         if not isinstance(priority, int):
@@ -304,7 +306,8 @@ class BlockRetention:
         Returns:
             False: there is no such session (its time was up, say). Nothing has changed.
         """
-        check_type("session_id", session_id, str)
+        if not isinstance(session_id, str):
+            refuse_type("session_id", session_id, "str")
         self._apply_clock()
         session = self._sessions.by_id.get(session_id)
         if session is None:
