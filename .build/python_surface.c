@@ -226,15 +226,23 @@ static inline int KVPool_IsInstance(PyObject *object, PyTypeObject *type) {
 
 #ifndef Py_GIL_DISABLED
 // Take arguments that are all passed by position, where that is enough; else 0, and mypyc's parser looks at them.
+// `num_targets` and `is_simple` are constants, so that a compiler unrolls the loop; simple is what has no keyword-only
+// arguments and no *args or **kwargs.
 static inline int KVPool_TakePositional(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
-                                        CPyArg_Parser *parser, PyObject **const *targets) {
-    if (kwnames != NULL || parser->kwtuple == NULL || nargs < parser->min || nargs > parser->max ||
-        parser->has_required_kws || parser->varargs)
+                                        CPyArg_Parser *parser, PyObject **const *targets, Py_ssize_t num_targets,
+                                        int is_simple) {
+    if (kwnames != NULL || parser->kwtuple == NULL || nargs < parser->min || nargs > parser->max)
         return 0;
-    for (Py_ssize_t i = 0; i < nargs; i++)
+    if (!is_simple && (parser->has_required_kws || parser->varargs))
+        return 0;
+    for (Py_ssize_t i = 0; i < num_targets && i < nargs; i++)
         *targets[i] = args[i];
     return 1;
 }
+
+#define KVPool_TAKE(args, nargs, kwnames, parser, is_simple, ...)                                                     \
+    KVPool_TakePositional(args, nargs, kwnames, parser, (PyObject **[]){__VA_ARGS__},                                 \
+                          sizeof((PyObject **[]){__VA_ARGS__}) / sizeof(PyObject **), is_simple)
 
 #define CPyArg_ParseStackAndKeywordsNoArgs(args, nargs, kwnames, parser)                                              \
     (((nargs) == 0 && (kwnames) == NULL) || CPyArg_ParseStackAndKeywordsNoArgs(args, nargs, kwnames, parser))
@@ -242,9 +250,9 @@ static inline int KVPool_TakePositional(PyObject *const *args, Py_ssize_t nargs,
     (((nargs) == 1 && (kwnames) == NULL) ? (*(target) = (args)[0], 1)                                                 \
                                          : CPyArg_ParseStackAndKeywordsOneArg(args, nargs, kwnames, parser, target))
 #define CPyArg_ParseStackAndKeywordsSimple(args, nargs, kwnames, parser, ...)                                         \
-    (KVPool_TakePositional(args, nargs, kwnames, parser, (PyObject **[]){__VA_ARGS__}) ||                             \
+    (KVPool_TAKE(args, nargs, kwnames, parser, 1, __VA_ARGS__) ||                                                     \
      CPyArg_ParseStackAndKeywordsSimple(args, nargs, kwnames, parser, __VA_ARGS__))
 #define CPyArg_ParseStackAndKeywords(args, nargs, kwnames, parser, ...)                                               \
-    (KVPool_TakePositional(args, nargs, kwnames, parser, (PyObject **[]){__VA_ARGS__}) ||                             \
+    (KVPool_TAKE(args, nargs, kwnames, parser, 0, __VA_ARGS__) ||                                                     \
      CPyArg_ParseStackAndKeywords(args, nargs, kwnames, parser, __VA_ARGS__))
 #endif
