@@ -422,26 +422,21 @@ class BlockRetention:
             else:
                 pool.free_out_of(listed)
             return
-        blocks = listed.copy()
         to_pool: list[KVCacheBlock] = []
         void: list[KVCacheBlock] = []
         shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
         stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-        segments = cut_into_segments(ranges, first, len(blocks), block_size)
+        segments = cut_into_segments(ranges, first, len(listed), block_size)
         num_left = len(segments)
         if segments and not segments[-1][2]:
             # Mostly a prompt's head is covered and nothing is known of the rest: not one more copy of that.
-            head = blocks[: segments[-1][0]]
-            del blocks[: len(head)]
-            if is_any_known(blocks):
-                blocks[:0] = head
-            else:
-                blocks.reverse()
-                to_pool = blocks
-                blocks = head
+            rest = listed[segments[-1][0] :]
+            if not is_any_known(rest):
+                rest.reverse()
+                to_pool = rest
                 num_left -= 1
         for low, high, claims in segments[:num_left][::-1]:
-            tail = blocks[low:high]
+            tail = listed[low:high]
             tail.reverse()
             if not claims and not is_any_known(tail):
                 to_pool += tail
@@ -493,7 +488,8 @@ class BlockRetention:
             cover: Cover | None = None
             for block, claims in shared:
                 cover = self._cover(block, claims, cover)
-            self._unfinished.covers = []
+            if shared:
+                self._unfinished.covers = []
             self._keep_stretches()
         except BaseException:
             self._recover_at_once()
@@ -970,7 +966,8 @@ class BlockRetention:
         for batch in broken_up:
             is_over = not batch.claims
             retention_id = batch.retention_id
-            for place, block in enumerate(list(batch.blocks)):
+            num_dropped = 0
+            for place, block in enumerate(batch.blocks):
                 if block._retention_id != retention_id:
                     continue
                 is_changed = block in changed
@@ -987,9 +984,12 @@ class BlockRetention:
                     block._retention_id = 0
                     unfinished.loose.append(block)
                     self._pins.drop(block)
-                kept.drop_count(batch, 1)
-        self._file_all(sorted(again, key=get_place))
-        unfinished.places = []
+                num_dropped += 1
+            if num_dropped:
+                kept.drop_count(batch, num_dropped)
+        if again:
+            self._file_all(sorted(again, key=get_place))
+            unfinished.places = []
         if fresh:
             self.block_pool.touch_onto([block for _, _, block, _ in fresh], unfinished.loose)
             self._file_all(fresh)
