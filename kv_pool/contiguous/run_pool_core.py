@@ -130,8 +130,6 @@ class RunPoolCore(BlockPoolCore):
     def _take_run(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock] | None:
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
         num_free = self.free_block_queue.num_free_blocks
