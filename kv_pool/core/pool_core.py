@@ -5,7 +5,7 @@ from typing import Any, Final, NoReturn
 
 from mypy_extensions import i64, mypyc_attr
 
-from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
@@ -299,7 +299,9 @@ class BlockPoolCore(PrefixCache):
         """
         num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
         evicted: list[KVCacheBlock] = []
-        for block_id in as_ints("block_ids", block_ids):
+        for element in as_list("block_ids", block_ids):
+            position = len(evicted)
+            block_id: int = element if isinstance(element, int) else as_int(f"block_ids[{position}]", element)
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
