@@ -836,7 +836,8 @@ class KVCacheManager:
                 table.blocks[position] = own
                 table.num_edits += 1
                 self._taken = nothing
-                self.block_pool.free_out_of(self._leaving)
+                if self._leaving:
+                    self.block_pool.free_out_of(self._leaving)
             table.is_forked = False
 
     # ---- checking --------------------------------------------------------------------------------
