@@ -532,7 +532,9 @@ class GPUKVPool(KVPoolProtocol):
     def blocks_of(self, sequence_id: int) -> list[int]:
         """Block ids of a sequence in the order of its tokens; [] if it holds none."""
         with self.lock:
-            sequence = self._holders.get(as_sequence_id("sequence_id", sequence_id))
+            if type(sequence_id) is not int:
+                sequence_id = as_int("sequence_id", sequence_id)
+            sequence = self._holders.get(sequence_id)
             return [] if sequence is None else [block.block_id for block in sequence.blocks]
 
     def list_sequences(self) -> list[int]:
@@ -1047,12 +1049,11 @@ def check_priority(priority: int) -> None:
 def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
     """Return the request with ids and counts as ints. Raise for what no pool can serve."""
     check_type("request", request, BlockAllocationRequest)
-    checked = replace(
-        request,
-        num_blocks=as_int("num_blocks", request.num_blocks),
-        sequence_id=as_new_id("sequence_id", request.sequence_id),
-    )
-    if checked.num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {checked.num_blocks}; ask for at least 1 block")
-    check_priority(checked.priority)
-    return checked
+    num_blocks = as_int("num_blocks", request.num_blocks)
+    sequence_id = as_new_id("sequence_id", request.sequence_id)
+    if num_blocks < 1:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
+    check_priority(request.priority)
+    if type(request.num_blocks) is int and type(request.sequence_id) is int:
+        return request
+    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)

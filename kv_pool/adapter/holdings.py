@@ -233,7 +233,9 @@ class Holdings:
 
     def find(self, sequence_id: int) -> Holder:
         """The sequence. Raises UnknownSequenceError where it holds nothing."""
-        holder = self.holders.get(as_sequence_id("sequence_id", sequence_id))
+        if type(sequence_id) is not int:
+            sequence_id = as_int("sequence_id", sequence_id)
+        holder = self.holders.get(sequence_id)
         if holder is None:
             raise UnknownSequenceError(
                 f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Evicted?"
