@@ -14,6 +14,7 @@ from kv_pool.core.pool_core import (
     BlockPoolCore,
     as_pairs,
     free_all,
+    swap_ids,
     take_first,
     take_listed,
     touch_all,
@@ -316,10 +317,10 @@ class RunPoolCore(BlockPoolCore):
 
         A metrics collector with a method `on_ids_swapped` is called with the pairs.
         """
-        pairs = as_pairs(pairs)
+        listed = as_pairs(pairs)
         try:
-            super().swap_block_ids(pairs)
-            self.run_index.swap(pairs)
+            swap_ids(self, listed)
+            self.run_index.swap(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -327,7 +328,7 @@ class RunPoolCore(BlockPoolCore):
             raise
         on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
         if on_ids_swapped is not None:
-            on_ids_swapped(pairs)
+            on_ids_swapped(listed)
 
     def _put_ids(self) -> None:
         super()._put_ids()

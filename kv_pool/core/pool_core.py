@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
@@ -400,56 +400,7 @@ class BlockPoolCore(PrefixCache):
                 block. Nothing has changed.
         Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
         """
-        pairs = as_pairs(pairs)
-        if self._unfinished != NOTHING:
-            self._recover()
-        if self.holds.list_holds():
-            self.holds.check_movable({block_id for pair in pairs for block_id in pair})
-        old = self.blocks
-        num_blocks = len(old)
-        new = list(old)
-        moved: list[KVCacheBlock] = []
-        is_wrong = False
-        for first_id, second_id in pairs:
-            # An id that is another's by now has been listed before.
-            if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
-                is_wrong = True
-                break
-            first = old[first_id]
-            second = old[second_id]
-            if new[first_id] is not first or new[second_id] is not second:
-                is_wrong = True
-                break
-            new[first_id] = second
-            new[second_id] = first
-            moved.append(first)
-            moved.append(second)
-        if is_wrong:
-            raise InvalidBlockError(
-                f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
-            )
-        # All of it is worked out before anything changes, and put in place by `_recover`.
-        new_ids = dict(pairs)
-        new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
-        swap = IdSwap(tuple(new), [(block, new_ids[block.block_id]) for block in moved])
-        any_cached = False
-        for block in moved:
-            if block._block_hash is not None:
-                any_cached = True
-        if any_cached:
-            swap.secondary, swap.copies = plan_rekeying(self, moved, new_ids)
-            for block in old:  # each remembers its successor by id
-                next_id = block._next_cached_id
-                if next_id > 0 and new[next_id] is not old[next_id]:
-                    swap.successors.append((block, old[next_id]))
-        if self._reuse_watchers:
-            swap.watchers = {
-                new_ids.get(block_id, block_id): on_reuse
-                for block_id, on_reuse in self._reuse_watchers.items()
-            }
-        self._unfinished_swap = swap
-        self._unfinished = SWAPPING_IDS
-        finish(self)
+        swap_ids(self, as_pairs(pairs))
 
     def add_blocks(self, num_blocks: int) -> None:
         """Add `num_blocks` free blocks with the highest ids, next to be reused. O(number of blocks).
@@ -615,12 +566,15 @@ class BlockPoolCore(PrefixCache):
         swap = self._unfinished_swap
         assert swap is not None
         entries = self.cached_block_hash_to_block._cache
-        for block, block_id in swap.moved:
+        for block, block_id in zip(swap.moved, swap.moved_to):  # noqa: B905 (mypyc makes a loop of this only)
             block.block_id = block_id
         for key, copies in swap.copies:
             entries[key] = copies
-        for block, successor in swap.successors:
-            block._next_cached_id = successor.block_id
+        if swap.any_cached:
+            if swap.successors is None:
+                swap.successors = find_moved_successors(self.blocks)
+            for index in range(0, len(swap.successors), 2):
+                swap.successors[index]._next_cached_id = swap.successors[index + 1].block_id
         if swap.secondary is not None:
             self.cached_block_hashes_by_block = swap.secondary
         if swap.watchers is not None:
@@ -646,12 +600,17 @@ class BlockPoolCore(PrefixCache):
 class IdSwap:
     """What `swap_block_ids` is about to put in place; see `BlockPoolCore._recover`."""
 
-    def __init__(self, blocks: tuple[KVCacheBlock, ...], moved: list[tuple[KVCacheBlock, int]]) -> None:
+    def __init__(
+        self, blocks: tuple[KVCacheBlock, ...], moved: list[KVCacheBlock], moved_to: list[int]
+    ) -> None:
         self.blocks: tuple[KVCacheBlock, ...] = blocks
-        self.moved: list[tuple[KVCacheBlock, int]] = moved
+        self.moved: list[KVCacheBlock] = moved
+        self.moved_to: list[int] = moved_to  # their new ids
         self.secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
         self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
-        self.successors: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+        self.any_cached: bool = False
+        # See `find_moved_successors`; None until the blocks have their new ids.
+        self.successors: list[KVCacheBlock] | None = None
         self.watchers: dict[int, Callable[[KVCacheBlock], None]] | None = None
 
 
@@ -1017,18 +976,99 @@ def free_all(pool: BlockPoolCore, listed: list[KVCacheBlock], empties: bool) -> 
             other.free_blocks(theirs)
 
 
+def swap_ids(pool: BlockPoolCore, pairs: list[tuple[int, int]]) -> None:
+    """See `BlockPoolCore.swap_block_ids`."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    if pool.holds.list_holds():
+        pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
+    old = pool.blocks
+    num_blocks = len(old)
+    new = list(old)
+    moved: list[KVCacheBlock] = []
+    moved_to: list[int] = []
+    is_wrong = False
+    for first_id, second_id in pairs:
+        # An id that is another's by now has been listed before.
+        if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
+            is_wrong = True
+            break
+        first = old[first_id]
+        second = old[second_id]
+        if new[first_id] is not first or new[second_id] is not second:
+            is_wrong = True
+            break
+        new[first_id] = second
+        new[second_id] = first
+        moved.append(first)
+        moved_to.append(second_id)
+        moved.append(second)
+        moved_to.append(first_id)
+    if is_wrong:
+        raise InvalidBlockError(
+            f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
+        )
+    # All of it but the successors is worked out before anything changes, and put in place by `_recover`.
+    swap = IdSwap(tuple(new), moved, moved_to)
+    any_cached = False
+    any_keyed_by_id = len(pool._reuse_watchers) > 0 or len(pool.cached_block_hashes_by_block) > 0
+    for block in moved:
+        if block._block_hash is not None:
+            any_cached = True
+            if block._next_cached_id < 0:
+                any_keyed_by_id = True
+    swap.any_cached = any_cached
+    new_ids: dict[int, int] = {}
+    if any_keyed_by_id:
+        new_ids.update([(block.block_id, block_id) for block, block_id in zip(moved, moved_to)])  # noqa: B905 (mypyc makes a loop of this only)
+        if any_cached:
+            swap.secondary, swap.copies = plan_rekeying(pool, moved, new_ids)
+    if pool._reuse_watchers:
+        swap.watchers = {
+            new_ids.get(block_id, block_id): on_reuse for block_id, on_reuse in pool._reuse_watchers.items()
+        }
+    pool._unfinished_swap = swap
+    pool._unfinished = SWAPPING_IDS
+    finish(pool)
+
+
+def find_moved_successors(old: tuple[KVCacheBlock, ...]) -> list[KVCacheBlock]:
+    """Return each block that remembers its successor by an id which this has no longer, and the successor.
+
+    Args:
+        old: the blocks at their ids of before.
+    """
+    num_blocks: i32 = len(old)
+    found: list[KVCacheBlock] = []  # a pair for each would cost more than the search
+    for block in old:
+        next_id = block._next_cached_id
+        if 0 < next_id < num_blocks:
+            successor = old[next_id]
+            if successor.block_id != next_id:
+                found.append(block)
+                found.append(successor)
+    return found
+
+
 def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pairs of ids as a new list of pairs of ints. Raise InvalidTypeError for what is not a pair."""
-    checked: list[tuple[int, int]] = []
-    for position, pair in enumerate(as_list("pairs", pairs)):
+    """Return pairs of ids as a list of pairs of ints, a list of such as it is.
+
+    Raises:
+        InvalidTypeError: an element is not a pair of integers.
+    """
+    listed = as_list("pairs", pairs)
+    checked: list[Any] = listed
+    for position, pair in enumerate(listed):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             refuse_type(f"pairs[{position}]", pair, "a pair of int")
-        first = pair[0]
-        second = pair[1]
-        if not isinstance(first, int) or not isinstance(second, int):
-            first = as_int(f"pairs[{position}]", first)
-            second = as_int(f"pairs[{position}]", second)
-        checked.append((first, second))
+        if isinstance(pair, tuple) and isinstance(pair[0], int) and isinstance(pair[1], int):
+            continue
+        if checked is listed:
+            checked = listed.copy()
+        checked[position] = (
+            as_int(f"pairs[{position}]", pair[0]),
+            as_int(f"pairs[{position}]", pair[1]),
+        )
     return checked
 
 
