@@ -566,8 +566,9 @@ class BlockPoolCore(PrefixCache):
         swap = self._unfinished_swap
         assert swap is not None
         entries = self.cached_block_hash_to_block._cache
-        for block, block_id in zip(swap.moved, swap.moved_to):  # noqa: B905 (mypyc makes a loop of this only)
-            block.block_id = block_id
+        for first_id, second_id in swap.pairs:
+            swap.blocks[first_id].block_id = first_id
+            swap.blocks[second_id].block_id = second_id
         for key, copies in swap.copies:
             entries[key] = copies
         if swap.any_cached:
@@ -601,14 +602,13 @@ class IdSwap:
     """What `swap_block_ids` is about to put in place; see `BlockPoolCore._recover`."""
 
     def __init__(
-        self, blocks: tuple[KVCacheBlock, ...], moved: list[KVCacheBlock], moved_to: list[int]
+        self, blocks: tuple[KVCacheBlock, ...], pairs: list[tuple[int, int]], any_cached: bool
     ) -> None:
         self.blocks: tuple[KVCacheBlock, ...] = blocks
-        self.moved: list[KVCacheBlock] = moved
-        self.moved_to: list[int] = moved_to  # their new ids
+        self.pairs: list[tuple[int, int]] = pairs
+        self.any_cached: bool = any_cached
         self.secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
         self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
-        self.any_cached: bool = False
         # See `find_moved_successors`; None until the blocks have their new ids.
         self.successors: list[KVCacheBlock] | None = None
         self.watchers: dict[int, Callable[[KVCacheBlock], None]] | None = None
@@ -985,8 +985,8 @@ def swap_ids(pool: BlockPoolCore, pairs: list[tuple[int, int]]) -> None:
     old = pool.blocks
     num_blocks = len(old)
     new = list(old)
-    moved: list[KVCacheBlock] = []
-    moved_to: list[int] = []
+    any_cached = False
+    any_keyed_by_id = len(pool._reuse_watchers) > 0 or len(pool.cached_block_hashes_by_block) > 0
     is_wrong = False
     for first_id, second_id in pairs:
         # An id that is another's by now has been listed before.
@@ -1000,28 +1000,22 @@ def swap_ids(pool: BlockPoolCore, pairs: list[tuple[int, int]]) -> None:
             break
         new[first_id] = second
         new[second_id] = first
-        moved.append(first)
-        moved_to.append(second_id)
-        moved.append(second)
-        moved_to.append(first_id)
+        if first._block_hash is not None or second._block_hash is not None:
+            any_cached = True
+            if first._next_cached_id < 0 or second._next_cached_id < 0:
+                any_keyed_by_id = True
     if is_wrong:
         raise InvalidBlockError(
             f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
         )
     # All of it but the successors is worked out before anything changes, and put in place by `_recover`.
-    swap = IdSwap(tuple(new), moved, moved_to)
-    any_cached = False
-    any_keyed_by_id = len(pool._reuse_watchers) > 0 or len(pool.cached_block_hashes_by_block) > 0
-    for block in moved:
-        if block._block_hash is not None:
-            any_cached = True
-            if block._next_cached_id < 0:
-                any_keyed_by_id = True
-    swap.any_cached = any_cached
+    swap = IdSwap(tuple(new), list(pairs), any_cached)
     new_ids: dict[int, int] = {}
     if any_keyed_by_id:
-        new_ids.update([(block.block_id, block_id) for block, block_id in zip(moved, moved_to)])  # noqa: B905 (mypyc makes a loop of this only)
+        new_ids.update(pairs)
+        new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
         if any_cached:
+            moved = [old[block_id] for block_id in new_ids]
             swap.secondary, swap.copies = plan_rekeying(pool, moved, new_ids)
     if pool._reuse_watchers:
         swap.watchers = {
