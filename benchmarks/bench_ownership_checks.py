@@ -60,7 +60,7 @@ NUM_CHECKS = {
     "insert_key": 1,
     "move_block_hashes": 4,
     "_maybe_evict_cached_block": 1,
-    "swap_block_ids": 1,
+    "swap_ids": 1,
     "remove_last_blocks": 1,
 }
 

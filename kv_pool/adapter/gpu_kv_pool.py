@@ -443,7 +443,7 @@ class GPUKVPool(KVPoolProtocol):
     def free_many(self, batches: Sequence[Sequence[int]]) -> None:
         """As `free` of all blocks of all batches, all or none; none is listed twice."""
         listed = as_list("batches", batches)
-        self.free([block_id for batch in listed for block_id in as_ints("batches", batch)])
+        self.free([block_id for batch in listed for block_id in as_list("batches", batch)])
 
     def free_sequence(self, sequence_id: int) -> int:
         """Take all its blocks from a sequence.
@@ -532,7 +532,9 @@ class GPUKVPool(KVPoolProtocol):
     def blocks_of(self, sequence_id: int) -> list[int]:
         """Block ids of a sequence in the order of its tokens; [] if it holds none."""
         with self.lock:
-            sequence = self._holders.get(as_sequence_id("sequence_id", sequence_id))
+            if type(sequence_id) is not int:
+                sequence_id = as_int("sequence_id", sequence_id)
+            sequence = self._holders.get(sequence_id)
             return [] if sequence is None else [block.block_id for block in sequence.blocks]
 
     def list_sequences(self) -> list[int]:
@@ -1047,12 +1049,17 @@ def check_priority(priority: int) -> None:
 def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
     """Return the request with ids and counts as ints. Raise for what no pool can serve."""
     check_type("request", request, BlockAllocationRequest)
-    checked = replace(
-        request,
-        num_blocks=as_int("num_blocks", request.num_blocks),
-        sequence_id=as_new_id("sequence_id", request.sequence_id),
-    )
-    if checked.num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {checked.num_blocks}; ask for at least 1 block")
-    check_priority(checked.priority)
-    return checked
+    if (
+        type(request.num_blocks) is int
+        and type(request.sequence_id) is int
+        and request.num_blocks >= 1
+        and request.sequence_id >= 0
+        and request.priority in (0, 1, 2)
+    ):
+        return request
+    num_blocks = as_int("num_blocks", request.num_blocks)
+    sequence_id = as_new_id("sequence_id", request.sequence_id)
+    if num_blocks < 1:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
+    check_priority(request.priority)
+    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)

@@ -142,22 +142,19 @@ class Holdings:
             if not held:
                 del self.holders[holder.sequence_id]
             if block in later_holders:
-                self._drop_shared(holder, block)
+                later = later_holders[block]
+                if first_holders[block] is holder:
+                    first_holders[block] = later[0]
+                    del later[0]
+                else:
+                    later.remove(holder)
+                if not later:
+                    del later_holders[block]
             else:
                 del first_holders[block]
             if block.block_hash is not None:
                 self._retention.note_freed([block], holder.priority)
         self._drops = ()
-
-    def _drop_shared(self, holder: Holder, block: KVCacheBlock) -> None:
-        later = self.later_holders[block]
-        if self.first_holders[block] is holder:
-            self.first_holders[block] = later[0]
-            del later[0]
-        else:
-            later.remove(holder)
-        if not later:
-            del self.later_holders[block]
 
     @property
     def is_unfinished(self) -> bool:
@@ -236,7 +233,9 @@ class Holdings:
 
     def find(self, sequence_id: int) -> Holder:
         """The sequence. Raises UnknownSequenceError where it holds nothing."""
-        holder = self.holders.get(as_sequence_id("sequence_id", sequence_id))
+        if type(sequence_id) is not int:
+            sequence_id = as_int("sequence_id", sequence_id)
+        holder = self.holders.get(sequence_id)
         if holder is None:
             raise UnknownSequenceError(
                 f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Evicted?"

@@ -51,15 +51,13 @@ class Pins:
             InvalidBlockError: a block is not pinned so often. Nothing has changed.
         """
         counts = self._counts
-        before: dict[KVCacheBlock, int] = {}
         left: dict[KVCacheBlock, int] = {}
         for block in blocks:
-            if block not in left:
-                left[block] = before[block] = counts.get(block, 0)
-            left[block] -= 1
-            if left[block] < 0:
+            count = (left[block] if block in left else counts.get(block, 0)) - 1
+            if count < 0:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
-        self._counts_before = before
+            left[block] = count
+        self._counts_before = {block: counts[block] for block in left}
         for block, count in left.items():
             if count:
                 counts[block] = count

@@ -27,7 +27,8 @@ class Retention:
 
     def note_freed(self, blocks: list[KVCacheBlock], priority: int) -> None:
         """These blocks were given back by a sequence of that priority."""
-        self.note_taken(blocks)
+        if self._priorities:
+            self.note_taken(blocks)
         if priority != NORMAL:
             for block in blocks:
                 if block.ref_cnt == 0 and block.block_hash is not None:

@@ -14,6 +14,7 @@ from kv_pool.core.pool_core import (
     BlockPoolCore,
     as_pairs,
     free_all,
+    swap_ids,
     take_first,
     take_listed,
     touch_all,
@@ -128,8 +129,6 @@ class RunPoolCore(BlockPoolCore):
         return self._take_run(blocks, num_blocks) is not None
 
     def _take_run(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock] | None:
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
@@ -318,10 +317,10 @@ class RunPoolCore(BlockPoolCore):
 
         A metrics collector with a method `on_ids_swapped` is called with the pairs.
         """
-        pairs = as_pairs(pairs)
+        listed = as_pairs(pairs)
         try:
-            super().swap_block_ids(pairs)
-            self.run_index.swap(pairs)
+            swap_ids(self, listed)
+            self.run_index.swap(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -329,7 +328,7 @@ class RunPoolCore(BlockPoolCore):
             raise
         on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
         if on_ids_swapped is not None:
-            on_ids_swapped(pairs)
+            on_ids_swapped(listed)
 
     def _put_ids(self) -> None:
         super()._put_ids()

@@ -61,20 +61,27 @@ def as_list(name: str, values: Iterable[Any]) -> list[Any]:
     """
     if isinstance(values, list):
         return values
-    if isinstance(values, str) or not hasattr(values, "__iter__"):
+    if isinstance(values, str):
         refuse_type(name, values, "a sequence")
-    return list(values)
+    try:
+        iterator = iter(values)
+    except TypeError:
+        refuse_type(name, values, "a sequence")
+    return list(iterator)
 
 
 def as_list_of(name: str, values: Iterable[Any], expected: type) -> list[Any]:
     """As `as_list`, all elements of which are instances of `expected`."""
     listed = as_list(name, values)
     for position, value in enumerate(listed):
-        if not isinstance(value, expected):
+        if type(value) is not expected and not isinstance(value, expected):
             refuse_type(f"{name}[{position}]", value, expected.__name__)
     return listed
 
 
 def as_ints(name: str, values: Iterable[Any]) -> list[int]:
     """Return integers of any type as a new list of ints."""
-    return [as_int(f"{name}[{position}]", value) for position, value in enumerate(as_list(name, values))]
+    return [
+        value if isinstance(value, int) else as_int(f"{name}[{position}]", value)
+        for position, value in enumerate(as_list(name, values))
+    ]

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import i32, i64, mypyc_attr
 
-from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
@@ -42,6 +42,7 @@ RESETTING: Final = 14
 SWAPPING_IDS: Final = 15
 CLEARING_LINKS_OF_TAKEN: Final = 16
 UNDO_TAKING_LISTED: Final = 17
+WATCHING: Final = 18
 
 MAX_REFERENCES: Final = 2**31 - 1
 """The most references that one block can have; the count has 32 bits."""
@@ -95,6 +96,7 @@ class BlockPoolCore(PrefixCache):
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
         self._unfinished_swap: IdSwap | None = None
+        self._unfinished_watcher: Callable[[KVCacheBlock], None] | None = None
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
@@ -229,11 +231,11 @@ class BlockPoolCore(PrefixCache):
         owner = self._owner
         queue = self.free_block_queue
         listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
-        watchers = {}
         first: KVCacheBlock | None = None
         last: KVCacheBlock | None = None
         num_freed: i64 = 0
         num_done: i64 = 0
+        is_freed = False
         try:
             for block in listed:
                 check_ours(block, owner, "unpin_blocks()")
@@ -242,7 +244,6 @@ class BlockPoolCore(PrefixCache):
                         f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
                         "unpin_blocks() takes blocks that are in use"
                     )
-                watchers[block.block_id] = on_reuse
                 block.ref_cnt -= 1
                 num_done += 1
                 if block.ref_cnt == 0:
@@ -253,12 +254,16 @@ class BlockPoolCore(PrefixCache):
                         block.prev_free_block = last
                     last = block
                     num_freed += 1
-            self._reuse_watchers |= watchers
             queue.splice(None, None, 0, first, last, num_freed)
+            is_freed = True
+            watchers = self._reuse_watchers
+            for block in listed:
+                watchers[block.block_id] = on_reuse
         except BaseException as error:
             self._unfinished_blocks = listed
             self._unfinished_count = num_done
-            self._unfinished = UNDO_FREEING
+            self._unfinished_watcher = on_reuse
+            self._unfinished = WATCHING if is_freed else UNDO_FREEING
             self._recover()
             raise_typed(error, listed, "unpin_blocks()")
 
@@ -292,18 +297,19 @@ class BlockPoolCore(PrefixCache):
         One `BlockRemoved` per block that was cached. O(len(block_ids)).
         Contract: vLLM 0.33 `BlockPool.evict_blocks`.
         """
-        listed: list[Any] = as_ints("block_ids", block_ids)
         num_blocks: int = self.num_gpu_blocks  # an int, as the ids are: these may be of any size
-        for element in listed:
-            block_id: int = element
+        evicted: list[KVCacheBlock] = []
+        for element in as_list("block_ids", block_ids):
+            position = len(evicted)
+            block_id: int = element if isinstance(element, int) else as_int(f"block_ids[{position}]", element)
             if block_id < 0 or block_id >= num_blocks:
                 raise InvalidBlockError(
                     f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}. "
                     "Did a KV connector report a block that was never allocated here?"
                 )
+            evicted.append(self.blocks[block_id])
         if self._unfinished != NOTHING:
             self._recover()
-        evicted = [self.blocks[element] for element in listed]
         try:
             for block in evicted:
                 block.generation += 1
@@ -394,56 +400,7 @@ class BlockPoolCore(PrefixCache):
                 block. Nothing has changed.
         Cost: O(number of blocks), some nanoseconds each, and O(len(pairs)).
         """
-        pairs = as_pairs(pairs)
-        if self._unfinished != NOTHING:
-            self._recover()
-        if self.holds.list_holds():
-            self.holds.check_movable({block_id for pair in pairs for block_id in pair})
-        old = self.blocks
-        num_blocks = len(old)
-        new = list(old)
-        moved: list[KVCacheBlock] = []
-        is_wrong = False
-        for first_id, second_id in pairs:
-            # An id that is another's by now has been listed before.
-            if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
-                is_wrong = True
-                break
-            first = old[first_id]
-            second = old[second_id]
-            if new[first_id] is not first or new[second_id] is not second:
-                is_wrong = True
-                break
-            new[first_id] = second
-            new[second_id] = first
-            moved.append(first)
-            moved.append(second)
-        if is_wrong:
-            raise InvalidBlockError(
-                f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
-            )
-        # All of it is worked out before anything changes, and put in place by `_recover`.
-        new_ids = dict(pairs)
-        new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
-        swap = IdSwap(tuple(new), [(block, new_ids[block.block_id]) for block in moved])
-        any_cached = False
-        for block in moved:
-            if block._block_hash is not None:
-                any_cached = True
-        if any_cached:
-            swap.secondary, swap.copies = plan_rekeying(self, moved, new_ids)
-            for block in old:  # each remembers its successor by id
-                next_id = block._next_cached_id
-                if next_id > 0 and new[next_id] is not old[next_id]:
-                    swap.successors.append((block, old[next_id]))
-        if self._reuse_watchers:
-            swap.watchers = {
-                new_ids.get(block_id, block_id): on_reuse
-                for block_id, on_reuse in self._reuse_watchers.items()
-            }
-        self._unfinished_swap = swap
-        self._unfinished = SWAPPING_IDS
-        finish(self)
+        swap_ids(self, as_pairs(pairs))
 
     def add_blocks(self, num_blocks: int) -> None:
         """Add `num_blocks` free blocks with the highest ids, next to be reused. O(number of blocks).
@@ -579,6 +536,11 @@ class BlockPoolCore(PrefixCache):
                         block.next_free_block = None
                     block.ref_cnt += 1
                 self._unfinished_count -= 1
+        elif todo == WATCHING:
+            on_reuse = self._unfinished_watcher
+            assert on_reuse is not None
+            for block in blocks:
+                self._reuse_watchers[block.block_id] = on_reuse
         elif todo == RESETTING:
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
@@ -604,12 +566,16 @@ class BlockPoolCore(PrefixCache):
         swap = self._unfinished_swap
         assert swap is not None
         entries = self.cached_block_hash_to_block._cache
-        for block, block_id in swap.moved:
-            block.block_id = block_id
+        for first_id, second_id in swap.pairs:
+            swap.blocks[first_id].block_id = first_id
+            swap.blocks[second_id].block_id = second_id
         for key, copies in swap.copies:
             entries[key] = copies
-        for block, successor in swap.successors:
-            block._next_cached_id = successor.block_id
+        if swap.any_cached:
+            if swap.successors is None:
+                swap.successors = find_moved_successors(self.blocks)
+            for index in range(0, len(swap.successors), 2):
+                swap.successors[index]._next_cached_id = swap.successors[index + 1].block_id
         if swap.secondary is not None:
             self.cached_block_hashes_by_block = swap.secondary
         if swap.watchers is not None:
@@ -635,12 +601,16 @@ class BlockPoolCore(PrefixCache):
 class IdSwap:
     """What `swap_block_ids` is about to put in place; see `BlockPoolCore._recover`."""
 
-    def __init__(self, blocks: tuple[KVCacheBlock, ...], moved: list[tuple[KVCacheBlock, int]]) -> None:
+    def __init__(
+        self, blocks: tuple[KVCacheBlock, ...], pairs: list[tuple[int, int]], any_cached: bool
+    ) -> None:
         self.blocks: tuple[KVCacheBlock, ...] = blocks
-        self.moved: list[tuple[KVCacheBlock, int]] = moved
+        self.pairs: list[tuple[int, int]] = pairs
+        self.any_cached: bool = any_cached
         self.secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
         self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
-        self.successors: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+        # See `find_moved_successors`; None until the blocks have their new ids.
+        self.successors: list[KVCacheBlock] | None = None
         self.watchers: dict[int, Callable[[KVCacheBlock], None]] | None = None
 
 
@@ -1006,13 +976,93 @@ def free_all(pool: BlockPoolCore, listed: list[KVCacheBlock], empties: bool) -> 
             other.free_blocks(theirs)
 
 
+def swap_ids(pool: BlockPoolCore, pairs: list[tuple[int, int]]) -> None:
+    """See `BlockPoolCore.swap_block_ids`."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    if pool.holds.list_holds():
+        pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
+    old = pool.blocks
+    num_blocks = len(old)
+    new = list(old)
+    any_cached = False
+    any_keyed_by_id = len(pool._reuse_watchers) > 0 or len(pool.cached_block_hashes_by_block) > 0
+    is_wrong = False
+    for first_id, second_id in pairs:
+        # An id that is another's by now has been listed before.
+        if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
+            is_wrong = True
+            break
+        first = old[first_id]
+        second = old[second_id]
+        if new[first_id] is not first or new[second_id] is not second:
+            is_wrong = True
+            break
+        new[first_id] = second
+        new[second_id] = first
+        if first._block_hash is not None or second._block_hash is not None:
+            any_cached = True
+            if first._next_cached_id < 0 or second._next_cached_id < 0:
+                any_keyed_by_id = True
+    if is_wrong:
+        raise InvalidBlockError(
+            f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
+        )
+    # All of it but the successors is worked out before anything changes, and put in place by `_recover`.
+    swap = IdSwap(tuple(new), list(pairs), any_cached)
+    new_ids: dict[int, int] = {}
+    if any_keyed_by_id:
+        new_ids.update(pairs)
+        new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
+        if any_cached:
+            moved = [old[block_id] for block_id in new_ids]
+            swap.secondary, swap.copies = plan_rekeying(pool, moved, new_ids)
+    if pool._reuse_watchers:
+        swap.watchers = {
+            new_ids.get(block_id, block_id): on_reuse for block_id, on_reuse in pool._reuse_watchers.items()
+        }
+    pool._unfinished_swap = swap
+    pool._unfinished = SWAPPING_IDS
+    finish(pool)
+
+
+def find_moved_successors(old: tuple[KVCacheBlock, ...]) -> list[KVCacheBlock]:
+    """Return each block that remembers its successor by an id which this has no longer, and the successor.
+
+    Args:
+        old: the blocks at their ids of before.
+    """
+    num_blocks: i32 = len(old)
+    found: list[KVCacheBlock] = []  # a pair for each would cost more than the search
+    for block in old:
+        next_id = block._next_cached_id
+        if 0 < next_id < num_blocks:
+            successor = old[next_id]
+            if successor.block_id != next_id:
+                found.append(block)
+                found.append(successor)
+    return found
+
+
 def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pairs of ids as a new list of pairs of ints. Raise InvalidTypeError for what is not a pair."""
-    checked: list[tuple[int, int]] = []
-    for position, pair in enumerate(as_list("pairs", pairs)):
+    """Return pairs of ids as a list of pairs of ints, a list of such as it is.
+
+    Raises:
+        InvalidTypeError: an element is not a pair of integers.
+    """
+    listed = as_list("pairs", pairs)
+    checked: list[Any] = listed
+    for position, pair in enumerate(listed):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             refuse_type(f"pairs[{position}]", pair, "a pair of int")
-        checked.append((as_int(f"pairs[{position}]", pair[0]), as_int(f"pairs[{position}]", pair[1])))
+        if isinstance(pair, tuple) and isinstance(pair[0], int) and isinstance(pair[1], int):
+            continue
+        if checked is listed:
+            checked = listed.copy()
+        checked[position] = (
+            as_int(f"pairs[{position}]", pair[0]),
+            as_int(f"pairs[{position}]", pair[1]),
+        )
     return checked
 
 

@@ -241,7 +241,8 @@ class PrefixCache:
         """All keys of these blocks, of each the primary one first. Only looks. O(keys)."""
         secondary = self.cached_block_hashes_by_block
         keys: list[BlockHashWithGroupId] = []
-        for block in as_list_of("blocks", blocks, KVCacheBlock):
+        listed: list[KVCacheBlock] = as_list_of("blocks", blocks, KVCacheBlock)
+        for block in listed:
             if block._block_hash is not None:
                 keys.append(cast(BlockHashWithGroupId, block._block_hash))
                 if secondary:

@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.core.arguments import as_int, check_type
+from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
@@ -97,7 +97,8 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: no such request.
         """
-        check_type("request_id", request_id, str)
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
         row_number = self._row_numbers.get(request_id)
         if row_number is None:
             raise InvalidArgumentError(f"request {request_id!r} has no row; add_request() gives it one")
@@ -117,8 +118,10 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: the request has a row already, or all rows are taken. Nothing has changed.
         """
-        check_type("request_id", request_id, str)
-        check_type("table", table, BlockTable)
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        if not isinstance(table, BlockTable):
+            refuse_type("table", table, "BlockTable")
         row_number = len(self._rows)
         if request_id in self._row_numbers:
             raise InvalidArgumentError(
@@ -145,7 +148,8 @@ class BatchBlockTable:
         """
         row_number = self.get_row_number(request_id)
         last = len(self._rows) - 1
-        self.swap_rows(row_number, last)
+        if row_number != last:
+            self.swap_rows(row_number, last)
         self.block_ids[last, : self._rows[last].num_blocks] = self.null_block_id
         del self._rows[last], self._row_numbers[request_id]
         return row_number
@@ -156,8 +160,9 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: a number that is not a row's. Nothing has changed.
         """
-        row_number = as_int("row_number", row_number)
-        other_row_number = as_int("other_row_number", other_row_number)
+        if type(row_number) is not int or type(other_row_number) is not int:
+            row_number = as_int("row_number", row_number)
+            other_row_number = as_int("other_row_number", other_row_number)
         for number in (row_number, other_row_number):
             if not 0 <= number < len(self._rows):
                 raise InvalidArgumentError(f"row {number} is not one of the {len(self._rows)} rows in use")

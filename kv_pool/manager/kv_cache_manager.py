@@ -173,11 +173,12 @@ class KVCacheManager:
         if not self.block_pool.enable_caching:
             blocks = tuple([[] for _ in self._groups])
         else:
-            limit = request.num_tokens - 1
+            num_known = request.num_tokens
+            limit = num_known - 1
             if max_num_tokens is not None:
                 limit = as_int("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            self._caching.check_hash_size(request)
+            self._caching.check_hash_size(request, len(hashes), num_known)
             if self._is_full_attention:
                 group = self._groups[0]
                 found, num_tokens = group.find_longest_hit(group.list_hashes(hashes), limit)
@@ -189,7 +190,8 @@ class KVCacheManager:
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether the request has a block table."""
-        check_type("request_id", request_id, str)
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
         return request_id in self._tables
 
     def list_request_ids(self) -> list[str]:
@@ -202,7 +204,8 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks, or there is no such group.
         """
-        check_type("request_id", request_id, str)
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
         if not isinstance(group_id, int):
             group_id = as_int("group_id", group_id)
         tables = self._tables_of(request_id)
@@ -258,7 +261,9 @@ class KVCacheManager:
         """
         request_id = get_request_id("request", request)
         tables = self._tables.get(request_id)
-        num_new = as_int("num_new_tokens", num_new_tokens)
+        num_new = (
+            num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
+        )
         _check_options(num_encoder_tokens, full_sequence_must_fit, False, reserved_blocks)
         num_computed = self._check_call(
             request, tables, num_new, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
@@ -348,7 +353,9 @@ class KVCacheManager:
             self._recover()
         request_id = get_request_id("request", request)
         tables = self._tables.get(request_id)
-        num_new = as_int("num_new_tokens", num_new_tokens)
+        num_new = (
+            num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
+        )
         _check_options(num_encoder_tokens, full_sequence_must_fit, delay_cache_blocks, reserved_blocks)
         num_computed = self._check_call(
             request, tables, num_new, cached_prefix, num_lookahead_tokens, num_external_computed_tokens
@@ -360,10 +367,13 @@ class KVCacheManager:
         prefix_blocks = self._no_blocks if cached_prefix is None else cached_prefix.blocks
         num_to_cache = 0
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = min(num_scheduled, request.num_tokens)
-            self._caching.check(request, tables, num_prefix, num_to_cache)
+            num_known = request.num_tokens
+            num_to_cache = min(num_scheduled, num_known)
+            fills_blocks = self._caching.check(request, tables, num_prefix, num_to_cache, num_known)
             if tables is None:
-                self._caching.check_new_hashes(request)
+                self._caching.check_new_hashes(request, num_known)
+            elif not fills_blocks:
+                num_to_cache = 0  # most decode steps: they end in the block in which they began
 
         num_available = self.get_num_free_blocks()
         num_left = self._count_to_leave(tables)
@@ -545,7 +555,7 @@ class KVCacheManager:
                     f"not {num_computed_tokens}; call allocate_slots() first"
                 )
         if self.block_pool.enable_caching:
-            self._caching.check(request, tables, 0, num_computed_tokens)
+            self._caching.check(request, tables, 0, num_computed_tokens, request.num_tokens)
             self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -826,7 +836,8 @@ class KVCacheManager:
                 table.blocks[position] = own
                 table.num_edits += 1
                 self._taken = nothing
-                self.block_pool.free_out_of(self._leaving)
+                if self._leaving:
+                    self.block_pool.free_out_of(self._leaving)
             table.is_forked = False
 
     # ---- checking --------------------------------------------------------------------------------
@@ -862,7 +873,8 @@ class KVCacheManager:
                 f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
             )
         unchecked: Any = request  # compiled code would refuse a numpy integer here
-        num_computed = as_int("num_computed_tokens", unchecked.num_computed_tokens)
+        computed = unchecked.num_computed_tokens
+        num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
         if cached_prefix is not None:
             if not isinstance(cached_prefix, CachedPrefix):
                 refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")

@@ -166,7 +166,8 @@ class BlockLeases:
             self._check_block(block, holder, kind)
         self._last_id += 1
         lease_id = self._last_id
-        reason = f"lent to {holder} ({kind.value})"
+        is_written = kind is LeaseKind.WRITE
+        reason = f"lent to {holder} ({'write' if is_written else 'read'})"
         referenced: list[KVCacheBlock] = []
         try:
             self.block_pool.touch_onto(listed, referenced)
@@ -176,7 +177,7 @@ class BlockLeases:
             lease = Lease(self, lease_id, kind, tuple(listed), deadline, holder, hold)
             for block in listed:
                 self._num_leases[block] = self._num_leases.get(block, 0) + 1
-                if kind is LeaseKind.WRITE:
+                if is_written:
                     self._written[block] = lease
             heappush(self._deadlines, (deadline, lease_id))
             self._leases[lease_id] = lease

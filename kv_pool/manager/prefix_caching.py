@@ -31,12 +31,12 @@ class PrefixCaching:
 
     def begin_step(self) -> None:
         """All that was allocated is written by the time anybody reads what is allocated from now on."""
-        if self._unwritten:
+        if len(self._unwritten) > 0:  # compiled, cheaper than the set's truth
             self._unwritten = set()
 
     def is_unwritten(self, prefix_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Whether a request with this prefix has to wait for the next step."""
-        return bool(self._unwritten) and any(
+        return len(self._unwritten) > 0 and any(
             bool(blocks) and blocks[-1] in self._unwritten for blocks in prefix_blocks
         )
 
@@ -79,8 +79,16 @@ class PrefixCaching:
         tables: list[BlockTable] | None,
         num_prefix_tokens: int,
         num_tokens: int,
-    ) -> None:
-        """Raise InvalidArgumentError now if `cache` would later."""
+        num_known: int,
+    ) -> bool:
+        """Raise InvalidArgumentError now if `cache` would later.
+
+        Args:
+            num_known: the tokens of the request.
+        Returns:
+            Whether `cache` will find full blocks that are not cached yet.
+        """
+        fills_blocks = False
         for group in self._groups:
             if not group.is_cacheable:
                 continue
@@ -90,11 +98,12 @@ class PrefixCaching:
                 first = tables[group.group_id].num_cached_blocks
             if num_tokens < (first + 1) * group.block_size:
                 continue
-            end = self._count_cacheable_blocks(group, num_tokens, request.num_tokens)
+            end = self._count_cacheable_blocks(group, num_tokens, num_known)
             if end <= first:
                 continue
-            self.check_hash_size(request)
+            fills_blocks = True
             hashes = request.block_hashes
+            self.check_hash_size(request, len(hashes), num_known)
             num_hashed = len(hashes) // group.stride
             if end > num_hashed:
                 raise InvalidArgumentError(
@@ -104,22 +113,23 @@ class PrefixCaching:
             check_block_hashes(hashes, first * group.stride, end * group.stride)
             if self._pool.enable_kv_cache_events:
                 check_announceable(request)
+        return fills_blocks
 
-    def check_hash_size(self, request: SchedulableRequest) -> None:
+    def check_hash_size(self, request: SchedulableRequest, num_hashes: int, num_known: int) -> None:
         """Raise InvalidArgumentError if the request was hashed at a smaller block size."""
-        num_hashed_tokens = len(request.block_hashes) * self._pool.hash_block_size
-        if num_hashed_tokens > request.num_tokens:
+        num_hashed_tokens = num_hashes * self._pool.hash_block_size
+        if num_hashed_tokens > num_known:
             self._refuse_hash_size(request, num_hashed_tokens)
 
-    def check_new_hashes(self, request: SchedulableRequest) -> None:
+    def check_new_hashes(self, request: SchedulableRequest, num_known: int) -> None:
         """Raise InvalidArgumentError if the request was hashed at another block size.
 
         For one that is to be admitted, and has a hash for each full block of its known tokens.
         """
         hash_block_size = self._pool.hash_block_size
         num_hashed_tokens = len(request.block_hashes) * hash_block_size
-        num_known = request.num_tokens - self._pool.num_hash_lookahead_tokens
-        if num_hashed_tokens > request.num_tokens or num_hashed_tokens + hash_block_size <= num_known:
+        num_hashable = num_known - self._pool.num_hash_lookahead_tokens
+        if num_hashed_tokens > num_known or num_hashed_tokens + hash_block_size <= num_hashable:
             self._refuse_hash_size(request, num_hashed_tokens)
 
     def _refuse_hash_size(self, request: SchedulableRequest, num_hashed_tokens: int) -> None:

@@ -158,6 +158,8 @@ class Request:
 
 def _to_list(name: str, token_ids: TokenIds) -> list[int]:
     """A new list of Python ints, of a NumPy array too: NumPy's own cannot go into events."""
+    if isinstance(token_ids, list):
+        return token_ids.copy()
     if isinstance(token_ids, str):
         refuse_type(name, token_ids, "a sequence of int")
     return list(as_list(name, token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids))

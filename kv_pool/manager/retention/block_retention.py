@@ -173,8 +173,9 @@ class BlockRetention:
             PinLimitError: with these, more than `max_pinned_blocks` blocks might be pinned. Nothing has
                 changed.
         """
-        check_type("request_id", request_id, str)
-        listed = as_list_of("directives", directives, RetentionDirective)
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self._apply_clock()
         ranges: list[tuple[int, int | None, Claim]] = []
         pins: set[tuple[int, int]] = set()
@@ -217,7 +218,7 @@ class BlockRetention:
         Cost: O(blocks in the ranges).
         """
         get_request_id("request", request)
-        listed = as_list_of("directives", directives, RetentionDirective)
+        listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self._apply_clock()
         ranges = [(one.start, one.end, self._make_claim(one), one.is_none) for one in listed]
         changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
@@ -251,7 +252,8 @@ class BlockRetention:
             InvalidArgumentError: `until` is not in the future, or no such priority. Nothing has changed.
         Cost: O(blocks of the request).
         """
-        check_type("session_id", session_id, str)
+        if not isinstance(session_id, str):
+            refuse_type("session_id", session_id, "str")
         get_request_id("request", request)
         check_number("until", until)
         if not isinstance(priority, int):
@@ -304,7 +306,8 @@ class BlockRetention:
         Returns:
             False: there is no such session (its time was up, say). Nothing has changed.
         """
-        check_type("session_id", session_id, str)
+        if not isinstance(session_id, str):
+            refuse_type("session_id", session_id, "str")
         self._apply_clock()
         session = self._sessions.by_id.get(session_id)
         if session is None:
@@ -419,26 +422,21 @@ class BlockRetention:
             else:
                 pool.free_out_of(listed)
             return
-        blocks = listed.copy()
         to_pool: list[KVCacheBlock] = []
         void: list[KVCacheBlock] = []
         shared: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
         stretches: list[tuple[list[KVCacheBlock], tuple[Claim, ...]]] = []
-        segments = cut_into_segments(ranges, first, len(blocks), block_size)
+        segments = cut_into_segments(ranges, first, len(listed), block_size)
         num_left = len(segments)
         if segments and not segments[-1][2]:
             # Mostly a prompt's head is covered and nothing is known of the rest: not one more copy of that.
-            head = blocks[: segments[-1][0]]
-            del blocks[: len(head)]
-            if is_any_known(blocks):
-                blocks[:0] = head
-            else:
-                blocks.reverse()
-                to_pool = blocks
-                blocks = head
+            rest = listed[segments[-1][0] :]
+            if not is_any_known(rest):
+                rest.reverse()
+                to_pool = rest
                 num_left -= 1
         for low, high, claims in segments[:num_left][::-1]:
-            tail = blocks[low:high]
+            tail = listed[low:high]
             tail.reverse()
             if not claims and not is_any_known(tail):
                 to_pool += tail
@@ -490,7 +488,8 @@ class BlockRetention:
             cover: Cover | None = None
             for block, claims in shared:
                 cover = self._cover(block, claims, cover)
-            self._unfinished.covers = []
+            if shared:
+                self._unfinished.covers = []
             self._keep_stretches()
         except BaseException:
             self._recover_at_once()
@@ -967,7 +966,8 @@ class BlockRetention:
         for batch in broken_up:
             is_over = not batch.claims
             retention_id = batch.retention_id
-            for place, block in enumerate(list(batch.blocks)):
+            num_dropped = 0
+            for place, block in enumerate(batch.blocks):
                 if block._retention_id != retention_id:
                     continue
                 is_changed = block in changed
@@ -984,9 +984,12 @@ class BlockRetention:
                     block._retention_id = 0
                     unfinished.loose.append(block)
                     self._pins.drop(block)
-                kept.drop_count(batch, 1)
-        self._file_all(sorted(again, key=get_place))
-        unfinished.places = []
+                num_dropped += 1
+            if num_dropped:
+                kept.drop_count(batch, num_dropped)
+        if again:
+            self._file_all(sorted(again, key=get_place))
+            unfinished.places = []
         if fresh:
             self.block_pool.touch_onto([block for _, _, block, _ in fresh], unfinished.loose)
             self._file_all(fresh)

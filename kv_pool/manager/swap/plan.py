@@ -13,9 +13,8 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from kv_pool.core.block import KVCacheBlock
@@ -84,6 +83,8 @@ class SwapPlan(ABC):
         self._request = request
         self._pairs = pairs
         self._on_close = on_close
+        way = self.direction._value_  # what `value` calls two functions for
+        self._reason = f"in an open plan to swap request {self.request_id!r} {way}"
         self._holds: list[Hold] = []
 
     def commit(self) -> None:
@@ -136,10 +137,9 @@ class SwapPlan(ABC):
     @abstractmethod
     def _abort(self) -> None: ...
 
-    def _hold_blocks(self, side: SwapSide, rows: Iterable[Iterable[KVCacheBlock]]) -> None:
+    def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
         """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
-        reason = f"in an open plan to swap request {self.request_id!r} {self.direction.value}"
-        self._holds.append(side.pool.hold(chain.from_iterable(rows), reason))
+        self._holds.append(side.pool.hold(blocks, self._reason))
 
     def _close(self, state: PlanState) -> None:
         for hold in self._holds:
@@ -194,8 +194,8 @@ class TablePlan(SwapPlan):
         self._target = target
         self._tables = tables
         self._targets = targets
-        self._hold_blocks(source, (table.blocks for table in tables))
-        self._hold_blocks(target, targets)
+        self._hold_blocks(source, [block for table in tables for block in table.blocks])
+        self._hold_blocks(target, [block for row in targets for block in row])
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
@@ -303,8 +303,8 @@ class HostHitPlan(SwapPlan):
             )
             if block.block_hash is not None
         ]
-        self._hold_blocks(device, (table.blocks for table in tables))
-        self._hold_blocks(host, ((source for source, _ in pairs),))
+        self._hold_blocks(device, [block for table in tables for block in table.blocks])
+        self._hold_blocks(host, [source for source, _ in pairs])
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
