@@ -166,13 +166,13 @@ class BlockLeases:
             self._check_block(block, holder, kind)
         self._last_id += 1
         lease_id = self._last_id
-        reason = f"lent to {holder} ({kind.value})"
         referenced: list[KVCacheBlock] = []
+        holds: list[Hold] = []
         try:
             self.block_pool.touch_onto(listed, referenced)
             if self._retention is not None:
                 self._retention.note_taken(listed)
-            hold = self.block_pool.hold(listed, reason)
+            hold = self.block_pool.holds.open_onto(listed, f"lent to {holder} ({kind.value})", holds)
             lease = Lease(self, lease_id, kind, tuple(listed), deadline, holder, hold)
             for block in listed:
                 self._num_leases[block] = self._num_leases.get(block, 0) + 1
@@ -181,7 +181,7 @@ class BlockLeases:
             heappush(self._deadlines, (deadline, lease_id))
             self._leases[lease_id] = lease
         except BaseException:
-            self._recover(referenced, reason)
+            self._recover(referenced, holds)
             raise
         return lease
 
@@ -308,7 +308,7 @@ class BlockLeases:
                 self._written.pop(block, None)
         except BaseException:
             if lease.state is state:
-                self._recover(referenced, lease.hold.reason)
+                self._recover(referenced, [lease.hold])
             raise
 
     def _give_references_back(self, referenced: list[KVCacheBlock]) -> None:
@@ -318,12 +318,12 @@ class BlockLeases:
         else:
             self._retention.free_out_of(referenced)
 
-    def _recover(self, referenced: list[KVCacheBlock], reason: str) -> None:
+    def _recover(self, referenced: list[KVCacheBlock], holds: list[Hold]) -> None:
         """Undo a loan, or complete the end of one, after a call that was interrupted.
 
         Args:
             referenced: blocks with a reference that is no lease's.
-            reason: of a hold that may be no lease's.
+            holds: that may be open for no lease.
         """
         leases = list(self._leases.values())
         self._num_leases = dict(Counter(block for lease in leases for block in lease.blocks))
@@ -331,7 +331,7 @@ class BlockLeases:
             block: lease for lease in leases if lease.kind is LeaseKind.WRITE for block in lease.blocks
         }
         held = [lease.hold for lease in leases]
-        for hold in self.block_pool.holds.list_holds():
-            if hold.reason == reason and hold not in held:
+        for hold in holds:
+            if hold not in held and not hold.is_released:
                 hold.release()
         self._give_references_back(referenced)

@@ -263,11 +263,7 @@ class ManagerSite(MigrationSite):
     def _give_back(self, room: Room, left: list[KVCacheBlock]) -> None:
         """End the room and drop its references; may be repeated with the same list after an interrupt."""
         self._forget_room(room)
-        self.manager.copies.drop(left)
-        if self.manager.retention is None:
-            self.manager.block_pool.free_out_of(left)
-        else:
-            self.manager.retention.free_out_of(left)
+        self.manager.free_out_of(left)
 
     def drop(self, room: Room) -> None:
         self.leave(room)

@@ -20,7 +20,7 @@ from collections import Counter
 from kv_pool.core import invariants
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId
-from kv_pool.manager.swap.plan import PlanState
+from kv_pool.manager.swap.open_plans import PlanState
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.read_back import TierReadBack
 from kv_pool.tiers.tier import Tier

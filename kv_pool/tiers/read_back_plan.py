@@ -11,7 +11,7 @@ from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.swap.plan import PlanState
+from kv_pool.manager.swap.open_plans import PlanState
 from kv_pool.manager.swap.sides import DeviceSide, list_tail_first
 from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
@@ -149,7 +149,7 @@ class ReadBackPlan:
             PlanClosedError: committed or aborted before. Nothing has changed.
         """
         self._check_open()
-        self._device.free_blocks(self.list_blocks())
+        self._device.free_out_of(self.list_blocks())
         self._close(PlanState.ABORTED)
 
     def _is_void(self) -> bool:
