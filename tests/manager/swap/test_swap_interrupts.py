@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 from interrupting import alarm_that_raises, interrupt_everywhere, interrupt_twice, run_until_interrupted
-from manager.swap.test_swap_random import Life
 from manager.swap.test_swapper import FULL_AND_WINDOW
 from manager.swap_engine import SwapEngine
 
-from kv_pool import InvalidArgumentError, RetentionDirective
+from kv_pool import RetentionDirective
 from kv_pool.manager.invariants import check_retention
 from kv_pool.manager.swap import invariants as swap_invariants
 
@@ -22,8 +21,7 @@ SHAPES = {
 
 
 class Swapping:
-    """A request that runs, one that is swapped out, and one whose prefix the host has; another one shares
-    blocks with the first."""
+    """A request that runs, one that shares its blocks, one that is swapped out, and one with a host prefix."""
 
     def __init__(self, shape, before):
         options = SHAPES[shape]
@@ -177,7 +175,10 @@ def watch(swapping, second):
     swapping.swapper._open_plans.recover = watched(swapping.swapper._open_plans.recover)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    ["retention", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("full", "full and window"))],
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_moment_leaves_each_request_in_one_place(name, shape):
     before, call = CALLS[name]
@@ -194,3 +195,79 @@ def test_an_interrupt_in_the_recovery_leaves_each_request_in_one_place(name):
     )
     assert tried > 0
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+class Signals:
+    """Three requests that go anywhere, without bytes, as far as a signal lets them."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.engine = SwapEngine(12, 12, events=True, has_retention=seed % 2 == 1)
+        self.swapper = self.engine.swapper
+        self.requests = [self.engine.make_request(name, [*range(8), *map(ord, name)]) for name in "abc"]
+
+    def step(self):
+        request = self.random.choice(self.requests)
+        name = request.request_id
+        manager, swapper = self.engine.manager, self.swapper
+        plan = next((plan for plan in swapper.list_open_plans() if plan.request_id == name), None)
+        if plan is not None:
+            (plan.commit if self.random.random() < 0.7 else plan.abort)()
+        elif manager.holds_blocks(name):
+            num_slots = 4 * len(manager.get_table(name).blocks)
+            request.num_computed_tokens = min(request.num_tokens, num_slots)
+            if self.random.random() < 0.3:
+                manager.free(request)
+            else:
+                swapper.swap_out(request)
+        elif swapper.is_swapped_out(name):
+            request.num_computed_tokens = swapper._host.num_computed_tokens[name]
+            if self.random.random() < 0.3:
+                swapper.drop(request)
+            else:
+                swapper.swap_in(request, num_new_tokens=0)
+        elif self.random.random() < 0.1:
+            swapper.reset_prefix_cache()
+        else:
+            request.num_computed_tokens = 0
+            if self.engine.start_with_host(request)[0] is None:
+                manager.allocate_slots(request, 9, manager.get_computed_blocks(request))
+        manager.take_events()
+
+    def check(self):
+        engine, swapper = self.engine, self.swapper
+        engine.manager.block_pool.get_new_blocks(0)
+        swap_invariants.check_references(swapper)
+        swap_invariants.check_places(swapper)
+        for pool in (engine.manager.block_pool, swapper.host_pool):
+            assert len(pool.holds.list_holds()) == len(swapper.list_open_plans())
+        retention = engine.manager.retention
+        num_kept = 0 if retention is None else retention.num_held
+        num_named = len(
+            {
+                block
+                for name in engine.manager.list_request_ids()
+                for block in engine.manager.get_table(name).blocks
+            }
+            | {block for plan in swapper.list_open_plans() for block in plan.list_blocks(swapper._device)}
+        )
+        assert engine.manager.block_pool.get_num_free_blocks() + num_named + num_kept == 12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_signals_at_random_times_lose_no_block_of_a_swap(seed):
+    signals = Signals(seed)
+    with alarm_that_raises():
+        for _ in range(250):
+            run_until_interrupted(signals.step, signals.random)
+            signals.check()
+    while signals.swapper.list_open_plans():
+        signals.swapper.list_open_plans()[0].commit()
+    for request in signals.requests:
+        if signals.engine.manager.holds_blocks(request.request_id):
+            signals.engine.manager.free(request)
+        elif signals.swapper.is_swapped_out(request.request_id):
+            signals.swapper.drop(request)
+    signals.check()
+    assert signals.swapper.host_pool.get_num_free_blocks() == 12
+    assert signals.swapper.reset_prefix_cache()
