@@ -1,4 +1,4 @@
-"""Calls of a `BlockSwapper` and its plans that a signal handler breaks off: a request is in one place, whole."""
+"""Calls of a `BlockSwapper` that a signal handler breaks off: a request is in one place, whole."""
 
 import random
 import sys
@@ -21,7 +21,7 @@ SHAPES = {
 
 
 class Swapping:
-    """A request that runs, one that shares its blocks, one that is swapped out, and one with a host prefix."""
+    """A request that runs, one that shares its blocks, one swapped out, and one with a host prefix."""
 
     def __init__(self, shape, before):
         options = SHAPES[shape]
