@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -27,6 +28,7 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.migration.arriving_keys import insert_keys, list_keys
+from kv_pool.migration.notice import Notice
 from kv_pool.migration.site import MigrationSite, OfferedBlock, Room, Selection
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
 from kv_pool.protocol import NO_SEQUENCE, NORMAL, URGENT
@@ -56,17 +58,15 @@ class _Departure:
     Attributes:
         drops: who loses which block.
         old_ids: of these blocks, once they are given up.
-        target: the node that has them now; None where they stay.
-        is_suspended: the owner does nothing with the sequence.
-        is_told: the owner was told that the sequence is there.
+        have_left: another node has them now.
+        notice: tells the sequence's owner.
     """
 
     subject: Subject
     drops: _Drops
     old_ids: list[int]
-    target: str | None = None
-    is_suspended: bool = False
-    is_told: bool = False
+    have_left: bool = False
+    notice: Notice = field(default_factory=Notice)
 
 
 @dataclass
@@ -77,6 +77,22 @@ class _Arrival:
     taken: list[KVCacheBlock]
     holds: list[Hold]
     barred_ids: tuple[int, ...]
+
+
+@dataclass
+class _Settling:
+    """A room that ends, and who gets its references.
+
+    Attributes:
+        joining: sequences, each with its blocks.
+        unheld: blocks of no sequence.
+        notice: tells the sequence's owner.
+    """
+
+    room: Room
+    joining: list[tuple[Holder, list[KVCacheBlock]]]
+    unheld: list[KVCacheBlock]
+    notice: Notice = field(default_factory=Notice)
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,7 @@ class GPUKVPoolSite(MigrationSite):
         # room yet, and one that ends, with who gets its references.
         self._departing: _Departure | None = None
         self._arriving: _Arrival | None = None
-        self._settling: tuple[Room, list[tuple[Holder, list[KVCacheBlock]]], list[KVCacheBlock]] | None = None
+        self._settling: _Settling | None = None
         self._records: dict[int, list[int]] = {}
 
     # ---- the source ------------------------------------------------------------------------------
@@ -165,7 +181,7 @@ class GPUKVPoolSite(MigrationSite):
             for sequence_id in {holder.sequence_id for holder, _ in drops}:
                 self._holdings.bar(sequence_id, "is being moved to another node")
             if self._owner is not None and isinstance(subject, SequenceSubject):
-                departure.is_suspended = True
+                departure.notice = Notice(partial(self._owner.resume, _get_id(subject)))
                 self._owner.suspend(_get_id(subject))
             self._frozen[subject] = departure  # no call from here on
             self._departing = None
@@ -174,19 +190,23 @@ class GPUKVPoolSite(MigrationSite):
             raise
 
     def thaw(self, subject: Subject) -> None:
-        self._unfreeze(subject, [], None)
+        self._recover()
+        self._unfreeze(subject, [], False, self._frozen[subject].notice)
 
     def release(self, subject: Subject, selection: Selection, target: str, new_ids: Sequence[int]) -> None:
         self._recover()
         old_ids = [block.block_id for _, block in self._frozen[subject].drops]
-        self._unfreeze(subject, old_ids, target)
+        notice = Notice()
+        if self._owner is not None and isinstance(subject, SequenceSubject):
+            notice = Notice(partial(self._owner.give_up, _get_id(subject), target))
+        self._unfreeze(subject, old_ids, True, notice)
 
-    def _unfreeze(self, subject: Subject, old_ids: list[int], target: str | None) -> None:
-        self._recover()
+    def _unfreeze(self, subject: Subject, old_ids: list[int], have_left: bool, notice: Notice) -> None:
         departure = self._frozen[subject]
         try:
             departure.old_ids = old_ids  # no call from here on
-            departure.target = target
+            departure.have_left = have_left
+            departure.notice = notice
             self._departing = departure
             del self._frozen[subject]
             self._recover()
@@ -278,26 +298,25 @@ class GPUKVPoolSite(MigrationSite):
                 joining[sequence_id] = self._find_or_make(sequence_id, decoded), []
             joining[sequence_id][1].append(block)
         unheld.reverse()
-        self._settle(room, list(joining.values()), unheld)  # the source may have given up its own
+        notice = Notice()
         if only_id is not None and self._owner is not None:
-            self._owner.take_over(only_id, decoded.owner)
+            notice = Notice(partial(self._owner.take_over, only_id, decoded.owner))
+        self._settle(_Settling(room, list(joining.values()), unheld, notice))
 
-    def _settle(
-        self, room: Room, joining: list[tuple[Holder, list[KVCacheBlock]]], unheld: list[KVCacheBlock]
-    ) -> None:
-        """Pass the references of a room on, even if this is interrupted."""
+    def _settle(self, settling: _Settling) -> None:
+        """Pass the references of a room on, whatever interrupts it: the source may have given up its own."""
         self._recover()
-        if room.hold.is_released:  # an interrupted call that ended it was completed
+        if settling.room.hold.is_released:  # an interrupted call that ended it was completed
             return
         try:
-            self._settling = room, joining, unheld
+            self._settling = settling
             self._recover()
         except BaseException:
             self._recover()
             raise
 
     def leave(self, room: Room) -> None:
-        self._settle(room, [], room.blocks[::-1])
+        self._settle(_Settling(room, [], room.blocks[::-1]))
 
     def drop(self, room: Room) -> None:
         self.leave(room)
@@ -324,12 +343,13 @@ class GPUKVPoolSite(MigrationSite):
             block_pool.free_out_of(arrival.found)
             self.pool.placement.retention.recover()
             self._arriving = None
-        if self._settling is not None:
-            room, joining, unheld = self._settling
-            self._end(room)
-            for holder, blocks in joining:
+        settling = self._settling
+        if settling is not None:
+            self._end(settling.room)
+            for holder, blocks in settling.joining:
                 self._holdings.hold_arrived(holder, blocks)
-            block_pool.free_out_of(unheld)
+            block_pool.free_out_of(settling.unheld)
+            settling.notice.send()
             self._settling = None
 
     def _end_departure(self, departure: _Departure) -> None:
@@ -337,26 +357,18 @@ class GPUKVPoolSite(MigrationSite):
         subject = departure.subject
         for sequence_id in {holder.sequence_id for holder, _ in departure.drops}:
             self._holdings.unbar(sequence_id)
-        if departure.target is None:
-            if departure.is_suspended and self._owner is not None and isinstance(subject, SequenceSubject):
-                departure.is_suspended = False
-                self._owner.resume(_get_id(subject))
-            return
-        if self._holdings.is_unfinished:
-            self._holdings.recover()
-        left = [(holder, block) for holder, block in departure.drops if block in holder.blocks]
-        if left:
-            self._holdings.drop(left)
-        if not isinstance(subject, SequenceSubject):
-            return
-        sequence_id = _get_id(subject)
-        record = self._records.get(sequence_id)
-        if record is not None:
-            record += departure.old_ids  # no call in between
-            del self._records[sequence_id]
-        if self._owner is not None and not departure.is_told:
-            departure.is_told = True
-            self._owner.give_up(sequence_id, departure.target)
+        if departure.have_left:
+            if self._holdings.is_unfinished:
+                self._holdings.recover()
+            left = [(holder, block) for holder, block in departure.drops if block in holder.blocks]
+            if left:
+                self._holdings.drop(left)
+            sequence_id = _get_id(subject) if isinstance(subject, SequenceSubject) else NO_SEQUENCE
+            record = self._records.get(sequence_id)
+            if record is not None:
+                record += departure.old_ids  # no call in between
+                del self._records[sequence_id]
+        departure.notice.send()
 
     # ---- selecting -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from kv_pool.manager.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.migration.arriving_keys import insert_keys, list_keys
+from kv_pool.migration.notice import Notice
 from kv_pool.migration.site import MigrationSite, OfferedBlock, Room, Selection
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
 from kv_pool.storage.block_layout import BlockLayout
@@ -71,16 +73,16 @@ class _Departure:
         tables: what the manager had; empty where it has them.
         holds: on their blocks.
         blocks: of each table, until they are given back.
-        target: the node that has the request now; None where it stays.
-        is_told: the scheduler was told that the request is there.
+        has_left: another node has the request now.
+        notice: tells the scheduler.
     """
 
     request_id: str
     tables: list[BlockTable]
     holds: list[Hold]
     blocks: list[list[KVCacheBlock]]
-    target: str | None = None
-    is_told: bool = False
+    has_left: bool = False
+    notice: Notice = field(default_factory=Notice)
 
 
 class ManagerSite(MigrationSite):
@@ -178,10 +180,13 @@ class ManagerSite(MigrationSite):
             raise
 
     def thaw(self, subject: Subject) -> None:
-        self._unfreeze(subject, None)
+        self._unfreeze(subject, False, Notice())
 
     def release(self, subject: Subject, selection: Selection, target: str, new_ids: Sequence[int]) -> None:
-        self._unfreeze(subject, target)
+        notice = Notice()
+        if self._release_request is not None:
+            notice = Notice(partial(self._release_request, _get_request_id(subject), target))
+        self._unfreeze(subject, True, notice)
 
     def list_frozen(self) -> list[str]:
         """Requests that are being moved away: do not schedule them. Oldest first.
@@ -329,17 +334,13 @@ class ManagerSite(MigrationSite):
         for hold in departure.holds:
             if not hold.is_released:
                 hold.release()
-        stays = departure.target is None
-        if departure.tables and stays and not manager.holds_blocks(request_id):
+        if departure.tables and not departure.has_left and not manager.holds_blocks(request_id):
             manager.put_tables_out_of(request_id, departure.tables)
         if departure.tables:  # it has left, or the scheduler did not wait for it and began anew
             self._side.free_request(request_id, departure.blocks)
-        if departure.target is not None:
-            if manager.retention is not None and manager.retention.is_active:
-                manager.retention.forget_request(request_id)
-            if self._release_request is not None and not departure.is_told:
-                departure.is_told = True
-                self._release_request(request_id, departure.target)
+        if departure.has_left and manager.retention is not None and manager.retention.is_active:
+            manager.retention.forget_request(request_id)
+        departure.notice.send()
 
     # ---- selecting -------------------------------------------------------------------------------
 
@@ -447,12 +448,13 @@ class ManagerSite(MigrationSite):
                 f"request {request_id!r} {'is arriving here already' if is_arriving else 'has blocks here'}"
             )
 
-    def _unfreeze(self, subject: Subject, target: str | None) -> None:
+    def _unfreeze(self, subject: Subject, has_left: bool, notice: Notice) -> None:
         self._recover()
         request_id = _get_request_id(subject)
         departure = self._frozen[request_id]
         try:
-            departure.target = target  # no call from here on
+            departure.has_left = has_left  # no call from here on
+            departure.notice = notice
             self._departing = departure
             del self._frozen[request_id]
             if request_id in self.manager.taken_out:
