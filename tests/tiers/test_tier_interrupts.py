@@ -1,10 +1,11 @@
 """Calls of tiers that a signal handler breaks off: nothing is wrong, leaked or told falsely."""
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
-from interrupting import interrupt_everywhere
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
 from tiers.tier_engine import TierEngine
 
 from kv_pool import AllBlocksCleared, BlockStored
@@ -193,4 +194,12 @@ def test_an_interrupt_at_any_moment_loses_nothing(name, tmp_path):
     before, call, options = CALLS[name]
     tried, broken = interrupt_everywhere(make_maker(tmp_path, before, options), call, Tiering.check)
     assert tried > 0
+    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_in_the_recovery_loses_nothing(name, tmp_path):
+    before, call, options = CALLS[name]
+    make = make_maker(tmp_path, before, options)
+    tried, broken = interrupt_twice_at_random(make, call, Tiering.check, random.Random(name), 25)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
