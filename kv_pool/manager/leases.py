@@ -330,7 +330,7 @@ class BlockLeases:
             self._retention.free_out_of(referenced)
 
     def _recover(self) -> None:
-        """Undo a loan, or complete the end of one, that an exception interrupted; may itself be interrupted."""
+        """Undo a loan, or complete the end of one, that was interrupted; may itself be interrupted."""
         if self._unfinished is None:
             return
         referenced, holds = self._unfinished

@@ -1,5 +1,6 @@
 """Calls of tiers that a signal handler breaks off: nothing is wrong, leaked or told falsely."""
 
+import contextlib
 import itertools
 import random
 from collections import Counter
@@ -10,6 +11,7 @@ from tiers.tier_engine import TierEngine
 
 from kv_pool import AllBlocksCleared, BlockStored
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hash
+from kv_pool.errors import KVPoolError
 from kv_pool.tiers import invariants
 
 
@@ -107,7 +109,11 @@ class Tiering:
         engine = self.engine
         for block in getattr(self, "taken", ()):
             engine.pool.free_blocks([block])
+        # The next calls.
         engine.read_back.list_open_plans()
+        engine.cache.list_indexes()
+        with contextlib.suppress(KVPoolError):
+            engine.manager.allocate_slots(self.requests["e"], 0)
         stored = {key for tier in engine.cache.tiers for key in tier.list_keys()}
         assert not self.wrong or stored in (self.stored, self.stored - self.wrong)
         if self.evicted:
