@@ -102,7 +102,7 @@ class ReadBackPlan(TwoPhasePlan):
                 self.commit()
                 return True
         except BaseException:
-            if self.state is PlanState.OPEN:
+            if not self.is_decided:
                 self.abort()
             raise
         self.abort()

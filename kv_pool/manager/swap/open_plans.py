@@ -36,6 +36,11 @@ class TwoPhasePlan(ABC):
         self._request = request
         self._holds: list[Hold] = []
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the plan is closed, or is going to be committed at the next call."""
+        return self.state is not PlanState.OPEN or self.outcome is PlanState.COMMITTED
+
     @abstractmethod
     def open(self) -> bool:
         """Take what the plan needs; False if there is no room. What was taken is noted in the same step."""

@@ -112,7 +112,7 @@ class SwapPlan(TwoPhasePlan):
             is_copied = True
             self.commit()
         except BaseException as error:
-            if self.state is PlanState.OPEN and not (is_copied and isinstance(error, KVPoolError)):
+            if not self.is_decided and not (is_copied and isinstance(error, KVPoolError)):
                 self.abort()
             raise
 
