@@ -41,8 +41,9 @@ class LruSlots:
 
     def remove(self, key: BlockHashWithGroupId) -> int:
         """The slot of a key that is here, free from now on. O(1)."""
-        slot = self.slot_of[key]
-        del self.slot_of[key]
+        slot_of = self.slot_of
+        slot = slot_of[key]
+        del slot_of[key]
         self._free += [slot]
         return slot
 

@@ -171,10 +171,12 @@ class Tier:
             Those that it has now: all, but for blocks that could not be written, which are counted.
         """
         add = self._slots.add
-        counts = self._counts
-        for key in keys:
-            add(key)
-            counts.num_stored += 1  # no call in between: an interrupt leaves the blocks so far, counted
+        num_before = len(self)
+        try:
+            for key in keys:
+                add(key)
+        finally:
+            self._counts.num_stored += len(self) - num_before
         return list(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
@@ -209,13 +211,15 @@ class Tier:
     def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Forget these keys; those that it had, each once."""
         slots = self._slots
-        counts = self._counts
         removed: list[BlockHashWithGroupId] = []
-        for key in keys:
-            if key in slots.slot_of:
-                slots.remove(key)
-                counts.num_removed += 1
-                removed.append(key)
+        num_before = len(self)
+        try:
+            for key in keys:
+                if key in slots.slot_of:
+                    slots.remove(key)
+                    removed.append(key)
+        finally:
+            self._counts.num_removed += num_before - len(self)
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
