@@ -51,8 +51,8 @@ class BlockSwapper:
     with the copies of `take_block_copies` applied; a swapped request keeps its `num_computed_tokens`. Not
     safe for several threads. See `SwapPlan` for what may be done while a plan is open.
 
-    A call that a signal handler's exception interrupts is undone or completed, at the latest by the next call;
-    a plan that was opened is in `list_open_plans()`.
+    A call that a signal handler's exception interrupts is undone or completed, at the latest by the next
+    call; a plan that was opened is in `list_open_plans()`.
     """
 
     def __init__(self, manager: KVCacheManager, host_pool: BlockPoolCore) -> None:
