@@ -69,8 +69,8 @@ class TieredCache:
     name is forgotten in all tiers, and a reset of the prefix cache clears them. Who calls
     `BlockPool.evict_blocks` for content that is wrong calls `forget`, too.
 
-    Not safe for several threads: the scheduler's calls it. A `flush` or `store_pending` that is interrupted by an
-    exception of a signal handler drops the blocks that it has not stored, and counts them.
+    Not safe for several threads: the scheduler's calls it. A `flush` or `store_pending` that is interrupted
+    by a signal handler's exception drops the blocks that it has not stored, and counts them.
 
     Attributes:
         num_dropped: blocks that the pool took anew and no tier got: there was no room that nobody holds, or
