@@ -329,6 +329,8 @@ class GPUKVPoolSite(MigrationSite):
     def _recover(self) -> None:
         """Complete or undo what an exception interrupted; may itself be interrupted and called again."""
         block_pool = self.pool.block_pool
+        if block_pool.run_index.is_stale:
+            block_pool.rebuild_index()
         if self._departing is not None:
             self._end_departure(self._departing)
             self._departing = None

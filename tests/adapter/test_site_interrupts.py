@@ -1,11 +1,11 @@
 """Calls of a `GPUKVPoolSite` that a signal handler breaks off: no reference, hold or bar is left behind."""
 
-import sys
+import random
 
 import pytest
 from adapter.made_pool import check, make, make_storage, take
 from drawing import hash_of
-from interrupting import interrupt_everywhere, interrupt_twice
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
@@ -169,18 +169,6 @@ class Departure:
 DEPARTURES = {"freeze": False, "thaw": True, "release": True}
 
 
-def watch(departure, second):
-    """Let `second` know of recoveries: the first interrupt has ended its own tracing."""
-    recover = departure.site._recover
-
-    def recover_watched():
-        if sys.gettrace() is None:
-            second()
-        recover()
-
-    departure.site._recover = recover_watched
-
-
 @pytest.mark.parametrize("subject", ["a sequence", "blocks"])
 @pytest.mark.parametrize("call", DEPARTURES)
 def test_an_interrupted_departure_leaves_the_blocks_here_or_gone(call, subject):
@@ -196,11 +184,12 @@ def test_an_interrupted_departure_leaves_the_blocks_here_or_gone(call, subject):
 @pytest.mark.parametrize("subject", ["a sequence", "blocks"])
 @pytest.mark.parametrize("call", DEPARTURES)
 def test_an_interrupt_in_the_recovery_leaves_the_blocks_here_or_gone(call, subject):
-    tried, broken = interrupt_twice(
+    tried, broken = interrupt_twice_at_random(
         lambda: Departure(SUBJECTS[subject], DEPARTURES[call]),
         lambda departure: getattr(departure, call)(),
         Departure.check,
-        watch,
+        random.Random(call),
+        40,
     )
     assert tried > 0
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
@@ -212,12 +201,12 @@ def test_an_interrupt_in_the_recovery_leaves_an_arrival_that_can_be_dropped(call
         arrival.site._recover()
         arrival.check()
 
-    tried, broken = interrupt_twice(
+    tried, broken = interrupt_twice_at_random(
         lambda: Arrival(SUBJECTS["blocks"], call),
         lambda arrival: getattr(arrival, call)(),
         check_arrival,
-        watch,
-        step=5,
+        random.Random(call),
+        40,
     )
     assert tried > 0
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"

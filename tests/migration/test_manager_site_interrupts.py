@@ -1,9 +1,9 @@
 """Calls of a `ManagerSite` that a signal handler breaks off: a request is here, on its way, or gone."""
 
-import sys
+import random
 
 import pytest
-from interrupting import interrupt_everywhere, interrupt_twice
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
 from migration.made_nodes import MadeEngine
 
 from kv_pool.core import invariants
@@ -128,18 +128,6 @@ LEAVING = SequenceSubject("leaving")
 DEPARTURES = {"freeze": False, "thaw": True, "release": True}
 
 
-def watch(subject, second):
-    """Let `second` know of recoveries: the first interrupt has ended its own tracing."""
-    recover = subject.site._recover
-
-    def recover_watched():
-        if sys.gettrace() is None:
-            second()
-        recover()
-
-    subject.site._recover = recover_watched
-
-
 @pytest.mark.parametrize("call", DEPARTURES)
 def test_an_interrupted_departure_leaves_the_request_in_one_place(call):
     tried, broken = interrupt_everywhere(
@@ -151,11 +139,12 @@ def test_an_interrupted_departure_leaves_the_request_in_one_place(call):
 
 @pytest.mark.parametrize("call", DEPARTURES)
 def test_an_interrupt_in_the_recovery_leaves_the_request_in_one_place(call):
-    tried, broken = interrupt_twice(
+    tried, broken = interrupt_twice_at_random(
         lambda: Departure(DEPARTURES[call]),
         lambda departure: getattr(departure, call)(),
         Departure.check,
-        watch,
+        random.Random(call),
+        40,
     )
     assert tried > 0
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
@@ -167,8 +156,8 @@ def test_an_interrupt_in_the_recovery_leaves_an_arrival_that_can_be_dropped(call
         arrival.site.list_frozen()
         Arrival.check(arrival)
 
-    tried, broken = interrupt_twice(
-        lambda: Arrival(call), lambda arrival: getattr(arrival, call)(), check, watch
+    tried, broken = interrupt_twice_at_random(
+        lambda: Arrival(call), lambda arrival: getattr(arrival, call)(), check, random.Random(call), 40
     )
     assert tried > 0 or COMPILED
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"

@@ -1,11 +1,16 @@
 """Calls of a `BlockSwapper` that a signal handler breaks off: a request is in one place, whole."""
 
 import random
-import sys
 from collections import Counter
+from functools import partial
 
 import pytest
-from interrupting import alarm_that_raises, interrupt_everywhere, interrupt_twice, run_until_interrupted
+from interrupting import (
+    alarm_that_raises,
+    interrupt_everywhere,
+    interrupt_twice_at_random,
+    run_until_interrupted,
+)
 from manager.swap.test_swapper import FULL_AND_WINDOW
 from manager.swap_engine import SwapEngine
 
@@ -78,6 +83,9 @@ class Swapping:
 
     def check(self):
         """References, holds and content are right, and the engine can go on."""
+        # The next calls.
+        self.swapper.list_open_plans()
+        self.engine.manager.allocate_slots(self.requests["sharing"], 0)
         self.check_balance()
         for plan in self.swapper.list_open_plans():
             self.engine.copy(plan)
@@ -161,20 +169,6 @@ CALLS = {
 }
 
 
-def watch(swapping, second):
-    """Let `second` know of recoveries: the first interrupt has ended its own tracing."""
-
-    def watched(recover):
-        def recover_watched():
-            if sys.gettrace() is None:
-                second()
-            recover()
-
-        return recover_watched
-
-    swapping.swapper._open_plans.recover = watched(swapping.swapper._open_plans.recover)
-
-
 @pytest.mark.parametrize(
     "shape",
     ["retention", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("full", "full and window"))],
@@ -190,9 +184,8 @@ def test_an_interrupt_at_any_moment_leaves_each_request_in_one_place(name, shape
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_in_the_recovery_leaves_each_request_in_one_place(name):
     before, call = CALLS[name]
-    tried, broken = interrupt_twice(
-        lambda: Swapping("retention", before), call, Swapping.check, watch, step=7
-    )
+    make = partial(Swapping, "retention", before)
+    tried, broken = interrupt_twice_at_random(make, call, Swapping.check, random.Random(name), 30)
     assert tried > 0
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
