@@ -195,7 +195,10 @@ def make_maker(folder, before, options):
     return lambda: Tiering(folder / str(next(counter)), before, **options)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("admit", "evict") else name for name in CALLS],
+)
 def test_an_interrupt_at_any_moment_loses_nothing(name, tmp_path):
     before, call, options = CALLS[name]
     tried, broken = interrupt_everywhere(make_maker(tmp_path, before, options), call, Tiering.check)
