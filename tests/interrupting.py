@@ -183,3 +183,62 @@ def interrupt_twice(make, call, check, watch, step=1):
             except Exception as error:
                 broken.append((moment, second_moment, error))
     return None
+
+
+def _interrupt_at_both(moment, second_moment, call):
+    """Run `call()`; raise at its `moment`-th place, then at the `second_moment`-th in frames entered since.
+
+    Returns:
+        How many places were left of each when it ended: 0 or less if it was reached.
+    """
+    first = _OpcodeTrace(moment)
+    second = _OpcodeTrace(second_moment)
+
+    def arm(frame, event, argument):
+        if event == "call" and first.left <= 0:
+            sys.setprofile(None)
+            sys.settrace(second)
+
+    before = sys.gettrace()
+    sys.setprofile(arm)  # what raises in a trace function ends all tracing, but not this
+    sys.settrace(first)
+    try:
+        call()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(before)
+        sys.setprofile(None)
+    return first.left, second.left
+
+
+def interrupt_twice_at_random(make, call, check, rng: random.Random, num_pairs):
+    """For random pairs of moments: interrupt `call(subject)`, then its recovery, then `check(subject)`.
+
+    Returns:
+        How many pairs there were, and for each that `check` did not like (moment, second moment, what it
+        raised).
+    """
+    far = 1 << 40
+
+    def run(moment, second_moment):
+        subject = make()
+        left, second_left = _interrupt_at_both(moment, second_moment, lambda: call(subject))
+        return subject, far - left, far - second_left
+
+    _, num_moments, _ = run(far, far)
+    tried = 0
+    broken = []
+    for _ in range(num_pairs if num_moments else 0):
+        moment = rng.randint(1, num_moments)
+        _, _, num_second = run(moment, far)
+        if not num_second:
+            continue
+        second_moment = rng.randint(1, num_second)
+        subject, _, _ = run(moment, second_moment)
+        tried += 1
+        try:
+            check(subject)
+        except Exception as error:
+            broken.append((moment, second_moment, error))
+    return tried, broken

@@ -264,7 +264,7 @@ HANDED_OVER = {
 NOT_WALKED = {
     BlockPool: HANDED_OVER,  # for what builds on pools: lists that the pool changes
     RunBlockPool: HANDED_OVER,
-    KVCacheManager: {"take_onto", "free_out_of"},
+    KVCacheManager: {"take_onto", "free_out_of", "pop_tables_onto", "put_tables_out_of"},
     GPUKVPool: {"attach", "dump", "load"},  # a node's part, and a file's
     BlockRetention: {  # for the manager
         "attach",

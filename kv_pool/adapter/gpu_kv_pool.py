@@ -13,6 +13,7 @@ from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.placement import Placement
 from kv_pool.adapter.pressure import EvictionPolicy
+from kv_pool.adapter.recovering_lock import RecoveringLock
 from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import fragmentation
@@ -169,8 +170,11 @@ class GPUKVPool(KVPoolProtocol):
         self._on_evicted = on_evicted
         self._migration_hook = migration_hook
         self._clock = clock
-        # Reentrant, so that callbacks may look.
-        self.lock = threading.RLock()
+        # Reentrant, so that callbacks may look. While an interrupted call is unfinished, `lock` is one that
+        # completes the call before the next; no other call pays for that.
+        self._plain_lock = threading.RLock()
+        self._recovering_lock = RecoveringLock(self._plain_lock, self._recover_late)
+        self.lock: threading.RLock | RecoveringLock = self._plain_lock
         self.placement = Placement(self.block_pool, self._copy_moves, on_moved)
         self._retention = self.placement.retention
         self._pins = Pins(self.block_pool, total_blocks if max_pinned_blocks is None else max_pinned_blocks)
@@ -187,7 +191,6 @@ class GPUKVPool(KVPoolProtocol):
         # Bound here, and written out where they are called: a short call feels each step in between.
         self._number_allocation = self._allocation_latency.number_call
         self._number_freeing = self._freeing_latency.number_call
-        self._is_broken_off = False  # a call was interrupted, and so was what `_recover` did about it
         self._num_moved_blocks = 0
         self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
@@ -511,6 +514,7 @@ class GPUKVPool(KVPoolProtocol):
             try:
                 self._pins.pin(blocks)
             except BaseException as error:
+                self.lock = self._recovering_lock
                 self._recover(error)
                 raise
 
@@ -524,6 +528,7 @@ class GPUKVPool(KVPoolProtocol):
             try:
                 self._pins.unpin(self.holdings.find_held(block_ids))
             except BaseException as error:
+                self.lock = self._recovering_lock
                 self._recover(error)
                 raise
 
@@ -673,6 +678,7 @@ class GPUKVPool(KVPoolProtocol):
                         return self.placement.pack(max_moves, max_evictions)
                     return self.placement.gather(max_moves, max_evictions, self.run_length, goal)
             except BaseException as error:
+                self.lock = self._recovering_lock
                 self._recover(error)
                 raise
 
@@ -693,6 +699,7 @@ class GPUKVPool(KVPoolProtocol):
                 self.block_pool.grow(num_blocks)
                 self._set_size(len(self.block_pool.blocks) - 1)
             except BaseException as error:
+                self.lock = self._recovering_lock
                 self._recover(error)
                 raise
 
@@ -721,6 +728,7 @@ class GPUKVPool(KVPoolProtocol):
                     self.placement.shrink(num_blocks)
                 self._set_size(num_left)
             except BaseException as error:
+                self.lock = self._recovering_lock
                 self._recover(error)
                 raise
 
@@ -792,18 +800,23 @@ class GPUKVPool(KVPoolProtocol):
         or in none any more, are given back. Where that is interrupted, the next call completes it.
         """
         if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
+            self.lock = self._plain_lock
             return
-        self._is_broken_off = True
         self.block_pool.rebuild_index()
         self.holdings.recover()
         self.placement.retention.forget_from(len(self.block_pool.blocks))
         self._set_size(len(self.block_pool.blocks) - 1)
-        self._is_broken_off = False
+        self.lock = self._plain_lock
+
+    def _recover_late(self) -> None:
+        """Complete what an interrupted call, and the interrupted `_recover` after it, have left."""
+        if self.lock is self._recovering_lock:
+            self._recover(InterruptedError())
 
     def _share(self, sequence: Holder, blocks: list[KVCacheBlock]) -> None:
         """Let a new sequence hold these blocks, with a reference more each. None: no sequence."""
-        if self._is_broken_off:
-            self._recover(InterruptedError())
+        if self.lock is self._recovering_lock:  # another thread waited for the plain one
+            self._recover_late()
         if not blocks:
             return
         try:
@@ -812,16 +825,18 @@ class GPUKVPool(KVPoolProtocol):
             self._hold(sequence, blocks)
             self.holdings.settle()
         except BaseException as error:
+            self.lock = self._recovering_lock
             self._recover(error)
             raise
 
     def _give_back(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
         """Take blocks from sequences that hold them, all or none."""
-        if self._is_broken_off:
-            self._recover(InterruptedError())
+        if self.lock is self._recovering_lock:  # another thread waited for the plain one
+            self._recover_late()
         try:
             self._drop(drops)
         except BaseException as error:
+            self.lock = self._recovering_lock
             self._recover(error)
             raise
 
@@ -899,8 +914,8 @@ class GPUKVPool(KVPoolProtocol):
             )
         if request.pinned:
             self._pins.check_room(num_blocks)
-        if self._is_broken_off:
-            self._recover(InterruptedError())
+        if self.lock is self._recovering_lock:  # another thread waited for the plain one
+            self._recover_late()
         try:
             sequence = self._holders.get(sequence_id)
             after = None if sequence is None else next(reversed(sequence.blocks))
@@ -915,6 +930,7 @@ class GPUKVPool(KVPoolProtocol):
                 self._pins.pin(taken)
             self.holdings.settle()
         except BaseException as error:
+            self.lock = self._recovering_lock
             self._recover(error)
             raise
         return taken

@@ -62,7 +62,7 @@ class Holdings:
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.barred: dict[int, str] = {}
-        self._barred_holds: dict[int, Hold] = {}
+        self._barred_holds: dict[int, list[Hold]] = {}
         # What an interrupted call leaves for `recover`: references that are counted and in no sequence for
         # good, the sequence that they are for; references to give back, and who held them.
         self.arriving: list[KVCacheBlock] = []
@@ -206,22 +206,21 @@ class Holdings:
         """Refuse changes to a sequence until `unbar`, and hold its blocks in place. It may have none yet."""
         holder = self.holders.get(sequence_id)
         reason = f"in sequence {sequence_id}, which {why}"
+        holds: list[Hold] = []
+        self._barred_holds[sequence_id] = holds
         try:
             if holder is not None:
-                self._barred_holds[sequence_id] = self._block_pool.hold(holder.blocks, reason)
+                self._block_pool.holds.open_onto(list(holder.blocks), reason, holds)
             self.barred[sequence_id] = why
         except BaseException:
-            for hold in self._block_pool.holds.list_holds():
-                if hold.reason == reason:
-                    hold.release()
-            self._barred_holds.pop(sequence_id, None)
+            self.unbar(sequence_id)
             raise
 
     def unbar(self, sequence_id: int) -> None:
         """Let a barred sequence be used again. May be repeated, where an exception interrupted it."""
-        hold = self._barred_holds.get(sequence_id)
-        if hold is not None and not hold.is_released:
-            hold.release()
+        for hold in self._barred_holds.get(sequence_id, ()):
+            if not hold.is_released:
+                hold.release()
         self._barred_holds.pop(sequence_id, None)
         self.barred.pop(sequence_id, None)
 

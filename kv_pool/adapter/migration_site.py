@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -14,6 +15,7 @@ from kv_pool.adapter.site_pool import SitePool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.holds import Hold
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
@@ -26,6 +28,7 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.migration.arriving_keys import insert_keys, list_keys
+from kv_pool.migration.notice import Notice
 from kv_pool.migration.site import MigrationSite, OfferedBlock, Room, Selection
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
 from kv_pool.protocol import NO_SEQUENCE, NORMAL, URGENT
@@ -46,6 +49,50 @@ class _State(msgspec.Struct, frozen=True, array_like=True):
     sequence_ids: list[int] = []
     priorities: dict[int, int] = {}
     owner: bytes = b""
+
+
+@dataclass
+class _Departure:
+    """Blocks that are being moved away, or are about to stay.
+
+    Attributes:
+        drops: who loses which block.
+        old_ids: of these blocks, once they are given up.
+        have_left: another node has them now.
+        notice: tells the sequence's owner.
+    """
+
+    subject: Subject
+    drops: _Drops
+    old_ids: list[int]
+    have_left: bool = False
+    notice: Notice = field(default_factory=Notice)
+
+
+@dataclass
+class _Arrival:
+    """References, holds and bars of a room that is being made."""
+
+    found: list[KVCacheBlock]
+    taken: list[KVCacheBlock]
+    holds: list[Hold]
+    barred_ids: tuple[int, ...]
+
+
+@dataclass
+class _Settling:
+    """A room that ends, and who gets its references.
+
+    Attributes:
+        joining: sequences, each with its blocks.
+        unheld: blocks of no sequence.
+        notice: tells the sequence's owner.
+    """
+
+    room: Room
+    joining: list[tuple[Holder, list[KVCacheBlock]]]
+    unheld: list[KVCacheBlock]
+    notice: Notice = field(default_factory=Notice)
 
 
 @dataclass(frozen=True)
@@ -100,7 +147,12 @@ class GPUKVPoolSite(MigrationSite):
         self.leases = BlockLeases(pool.block_pool, clock)
         self._holdings = pool.holdings
         self._owner = owner
-        self._frozen: dict[Subject, _Drops] = {}
+        self._frozen: dict[Subject, _Departure] = {}
+        # What an interrupted call leaves for `_recover`: blocks to stay or to be given up, a room that is no
+        # room yet, and one that ends, with who gets its references.
+        self._departing: _Departure | None = None
+        self._arriving: _Arrival | None = None
+        self._settling: _Settling | None = None
         self._records: dict[int, list[int]] = {}
 
     # ---- the source ------------------------------------------------------------------------------
@@ -117,33 +169,50 @@ class GPUKVPoolSite(MigrationSite):
                 return self._select_prefix(subject)
 
     def freeze(self, subject: Subject) -> None:
+        self._recover()
         drops = self._find_drops(subject)
         for holder, _ in drops:
             self._holdings.check_usable(holder.sequence_id)
         if subject in self._frozen:  # no blocks at all, twice
             raise FrozenSequenceError("nothing is being moved already, and can not be moved twice at a time")
-        self._frozen[subject] = drops
-        for sequence_id in {holder.sequence_id for holder, _ in drops}:
-            self._holdings.bar(sequence_id, "is being moved to another node")
-        if self._owner is not None and isinstance(subject, SequenceSubject):
-            self._owner.suspend(_get_id(subject))
+        departure = _Departure(subject, drops, [])
+        self._departing = departure
+        try:
+            for sequence_id in {holder.sequence_id for holder, _ in drops}:
+                self._holdings.bar(sequence_id, "is being moved to another node")
+            if self._owner is not None and isinstance(subject, SequenceSubject):
+                departure.notice = Notice(partial(self._owner.resume, _get_id(subject)))
+                self._owner.suspend(_get_id(subject))
+            self._frozen[subject] = departure  # no call from here on
+            self._departing = None
+        except BaseException:
+            self._recover()
+            raise
 
     def thaw(self, subject: Subject) -> None:
-        self._unbar(self._frozen.pop(subject))
-        if self._owner is not None and isinstance(subject, SequenceSubject):
-            self._owner.resume(_get_id(subject))
+        self._recover()
+        self._unfreeze(subject, [], False, self._frozen[subject].notice)
 
     def release(self, subject: Subject, selection: Selection, target: str, new_ids: Sequence[int]) -> None:
-        drops = self._frozen.pop(subject)
-        self._unbar(drops)
-        old_ids = [block.block_id for _, block in drops]
-        self._holdings.drop(drops)
-        if isinstance(subject, SequenceSubject):
-            record = self._records.pop(_get_id(subject), None)
-            if record is not None:
-                record += old_ids
-            if self._owner is not None:
-                self._owner.give_up(_get_id(subject), target)
+        self._recover()
+        old_ids = [block.block_id for _, block in self._frozen[subject].drops]
+        notice = Notice()
+        if self._owner is not None and isinstance(subject, SequenceSubject):
+            notice = Notice(partial(self._owner.give_up, _get_id(subject), target))
+        self._unfreeze(subject, old_ids, True, notice)
+
+    def _unfreeze(self, subject: Subject, old_ids: list[int], have_left: bool, notice: Notice) -> None:
+        departure = self._frozen[subject]
+        try:
+            departure.old_ids = old_ids  # no call from here on
+            departure.have_left = have_left
+            departure.notice = notice
+            self._departing = departure
+            del self._frozen[subject]
+            self._recover()
+        except BaseException:
+            self._recover()
+            raise
 
     def record_release(self, sequence_id: int) -> list[int]:
         """A list that gets the ids which the sequence's blocks had here, when it is given up for good.
@@ -163,6 +232,7 @@ class GPUKVPoolSite(MigrationSite):
     # ---- the target ------------------------------------------------------------------------------
 
     def take_room(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Room:
+        self._recover()
         decoded = _decode(subject, offered, state)
         barred_ids = self._check_arrival(subject, decoded)
         found: list[KVCacheBlock | None] = []
@@ -188,12 +258,11 @@ class GPUKVPoolSite(MigrationSite):
             self._owner.expect(_get_id(subject), len(offered), decoded.owner)
         placement = self.pool.placement
         block_pool = self.pool.block_pool
-        held: list[KVCacheBlock] = []
         taken: list[KVCacheBlock] = []
-        blocks: list[KVCacheBlock] = []
-        others = block_pool.holds.list_holds()
+        arrival = _Arrival([], taken, [], barred_ids)
+        self._arriving = arrival
         try:
-            block_pool.touch_onto(touched, held)
+            block_pool.touch_onto(touched, arrival.found)
             placement.retention.note_taken(touched)
             if missing and not placement.take_run(len(missing), None, "prefer", taken):
                 placement.take_any(len(missing), None, taken)
@@ -201,18 +270,11 @@ class GPUKVPoolSite(MigrationSite):
                 self._holdings.bar(sequence_id, "is coming from another node")
             left = iter(taken)
             blocks = [next(left) if block is None else block for block in found]
-            hold = block_pool.hold(blocks, "arriving from another node")
+            hold = block_pool.holds.open_onto(blocks, "arriving from another node", arrival.holds)
             room = _PoolRoom(blocks, missing, hold, barred_ids)
+            self._arriving = None
         except BaseException:
-            for sequence_id in barred_ids:
-                self._holdings.unbar(sequence_id)
-            for one in block_pool.holds.list_holds():
-                if one not in others:
-                    one.release()
-            block_pool.free_out_of(taken)
-            held.reverse()
-            block_pool.free_out_of(held)
-            placement.retention.recover()
+            self._recover()
             raise
         return room
 
@@ -236,37 +298,79 @@ class GPUKVPoolSite(MigrationSite):
                 joining[sequence_id] = self._find_or_make(sequence_id, decoded), []
             joining[sequence_id][1].append(block)
         unheld.reverse()
-        left = list(joining.values())
-        try:
-            self._settle(room, left, unheld)
-        except BaseException:  # the source may have given up its own: this is completed
-            self._settle(room, left, unheld)
-            raise
+        notice = Notice()
         if only_id is not None and self._owner is not None:
-            self._owner.take_over(only_id, decoded.owner)
+            notice = Notice(partial(self._owner.take_over, only_id, decoded.owner))
+        self._settle(_Settling(room, list(joining.values()), unheld, notice))
 
-    def _settle(
-        self, room: Room, joining: list[tuple[Holder, list[KVCacheBlock]]], unheld: list[KVCacheBlock]
-    ) -> None:
-        """Pass the references of a room on. May be repeated with the same lists after an interrupt."""
-        self._end(room)
-        for holder, blocks in joining:
-            self._holdings.hold_arrived(holder, blocks)
-        self.pool.block_pool.free_out_of(unheld)
+    def _settle(self, settling: _Settling) -> None:
+        """Pass the references of a room on, whatever interrupts it: the source may have given up its own."""
+        self._recover()
+        if settling.room.hold.is_released:  # an interrupted call that ended it was completed
+            return
+        try:
+            self._settling = settling
+            self._recover()
+        except BaseException:
+            self._recover()
+            raise
 
     def leave(self, room: Room) -> None:
-        left = room.blocks[::-1]
-        try:
-            self._settle(room, [], left)
-        except BaseException:
-            self._settle(room, [], left)
-            raise
+        self._settle(_Settling(room, [], room.blocks[::-1]))
 
     def drop(self, room: Room) -> None:
         self.leave(room)
 
     def count_free_blocks(self) -> int:
         return max(0, self.pool.count_available(NORMAL))
+
+    # ---- interrupts ------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Complete or undo what an exception interrupted; may itself be interrupted and called again."""
+        block_pool = self.pool.block_pool
+        if block_pool.run_index.is_stale:
+            block_pool.rebuild_index()
+        if self._departing is not None:
+            self._end_departure(self._departing)
+            self._departing = None
+        arrival = self._arriving
+        if arrival is not None:
+            for sequence_id in arrival.barred_ids:
+                self._holdings.unbar(sequence_id)
+            for hold in arrival.holds:
+                if not hold.is_released:
+                    hold.release()
+            block_pool.free_out_of(arrival.taken)
+            block_pool.free_out_of(arrival.found)
+            self.pool.placement.retention.recover()
+            self._arriving = None
+        settling = self._settling
+        if settling is not None:
+            self._end(settling.room)
+            for holder, blocks in settling.joining:
+                self._holdings.hold_arrived(holder, blocks)
+            block_pool.free_out_of(settling.unheld)
+            settling.notice.send()
+            self._settling = None
+
+    def _end_departure(self, departure: _Departure) -> None:
+        """Let blocks stay, or give them up; again, if it was interrupted."""
+        subject = departure.subject
+        for sequence_id in {holder.sequence_id for holder, _ in departure.drops}:
+            self._holdings.unbar(sequence_id)
+        if departure.have_left:
+            if self._holdings.is_unfinished:
+                self._holdings.recover()
+            left = [(holder, block) for holder, block in departure.drops if block in holder.blocks]
+            if left:
+                self._holdings.drop(left)
+            sequence_id = _get_id(subject) if isinstance(subject, SequenceSubject) else NO_SEQUENCE
+            record = self._records.get(sequence_id)
+            if record is not None:
+                record += departure.old_ids  # no call in between
+                del self._records[sequence_id]
+        departure.notice.send()
 
     # ---- selecting -------------------------------------------------------------------------------
 
@@ -405,10 +509,6 @@ class GPUKVPoolSite(MigrationSite):
         if not room.hold.is_released:
             room.hold.release()
         for sequence_id in room.barred_ids:
-            self._holdings.unbar(sequence_id)
-
-    def _unbar(self, drops: _Drops) -> None:
-        for sequence_id in {holder.sequence_id for holder, _ in drops}:
             self._holdings.unbar(sequence_id)
 
     def _get_block_size(self, group_id: int) -> int:

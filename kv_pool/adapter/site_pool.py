@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import RLock
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from kv_pool.adapter.holdings import Holdings
@@ -20,10 +20,13 @@ class SitePool(Protocol):
     block_size: int
     device_id: int
     holdings: Holdings
-    lock: RLock
     placement: Placement
     storage: BlockStorage | None
     total_blocks: int
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held during each call; reentrant."""
 
     def count_available(self, priority: int) -> int:
         """Return how many blocks a request of this priority could have."""

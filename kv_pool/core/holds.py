@@ -110,8 +110,17 @@ class BlockHolds:
 
     def open(self, blocks: list[KVCacheBlock], reason: str) -> Hold:
         """See `BlockPool.hold`."""
+        return self.open_onto(blocks, reason, [])
+
+    def open_onto(self, blocks: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
+        """As `BlockPool.hold`; the hold is appended to `onto` in the same step.
+
+        Whatever interrupts the caller, `onto` says which holds it has to release.
+        """
         hold = Hold(self, self.check_holdable(blocks, reason), reason)
+        opened = [hold]
         self._open[hold] = None
+        onto += opened
         return hold
 
     def open_keys(self, blocks: dict[KVCacheBlock, Any], reason: str) -> Hold:

@@ -367,8 +367,6 @@ class BlockPoolCore(PrefixCache):
             finish(self)
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
-        if self.colder_tiers is not None:
-            self.colder_tiers.on_cache_reset()
         return True
 
     # ---- other ids, other sizes ------------------------------------------------------------------
@@ -542,6 +540,8 @@ class BlockPoolCore(PrefixCache):
             for block in blocks:
                 self._reuse_watchers[block.block_id] = on_reuse
         elif todo == RESETTING:
+            if self.colder_tiers is not None:
+                self.colder_tiers.on_cache_reset()
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
             self._reuse_watchers.clear()  # what is left waits for bare blocks

@@ -52,7 +52,12 @@ class BlockCopies:
             )
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Copies into those of these blocks that nobody else holds need not be made any more."""
+        """Copies into those of these blocks that nobody else holds need not be made any more.
+
+        May be repeated, where an exception interrupted it.
+        """
+        if self._leaving:
+            self.recover()
         for block in blocks:
             if block.ref_cnt == 1:
                 source = self._source_of.get(block)

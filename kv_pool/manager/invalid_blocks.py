@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_table import BlockTable
@@ -91,13 +90,13 @@ def evict_wrong_blocks(block_pool: BlockPoolCore, block_ids: Sequence[int]) -> N
         InvalidBlockError, InvalidTypeError: not ids of this pool's blocks. Nothing has changed.
     """
     tiers = block_pool.colder_tiers
-    keys: list[BlockHashWithGroupId] = []
     if tiers is not None:
         listed = [block_id for block_id in block_ids if 0 <= block_id < block_pool.num_gpu_blocks]
         keys = block_pool.list_keys([block_pool.blocks[block_id] for block_id in listed])
+        if keys and len(listed) == len(block_ids):
+            # Before the pool: it would not know the keys if this were called again after an interrupt.
+            tiers.on_content_invalidated(keys)
     block_pool.evict_blocks(block_ids)
-    if tiers is not None and keys:
-        tiers.on_content_invalidated(keys)
 
 
 def _count_good_tokens(

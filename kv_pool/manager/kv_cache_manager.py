@@ -668,8 +668,16 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has no blocks.
         """
+        return self.pop_tables_onto(request_id, [])
+
+    def pop_tables_onto(self, request_id: str, onto: list[BlockTable]) -> list[BlockTable]:
+        """As `pop_tables`; the tables are appended to `onto` in the same step.
+
+        Whatever interrupts the caller, `onto` says which tables it has to put back.
+        """
         check_type("request_id", request_id, str)
         tables = self._tables_of(request_id)
+        onto += tables
         del self._tables[request_id]
         return tables
 
@@ -679,14 +687,23 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the request has blocks, or a number of tables that is not that of groups.
         """
+        self.put_tables_out_of(request_id, as_list_of("tables", tables, BlockTable).copy())
+
+    def put_tables_out_of(self, request_id: str, tables: list[BlockTable]) -> None:
+        """As `put_tables`; `tables` is empty afterwards, in the same step.
+
+        Whatever interrupts the caller, the list says which tables are still to be put back.
+        """
         check_type("request_id", request_id, str)
-        as_list_of("tables", tables, BlockTable)
         if request_id in self._tables:
             raise InvalidArgumentError(f"request {request_id!r} has blocks already")
         if len(tables) != len(self._groups):
             raise InvalidArgumentError(f"{len(tables)} tables for {len(self._groups)} groups")
-        self._tables[request_id] = tables
-        self._has_forks = self._has_forks or any(table.is_forked for table in tables)
+        has_forks = any(table.is_forked for table in tables)
+        put = tables.copy()
+        self._has_forks = self._has_forks or has_forks
+        self._tables[request_id] = put
+        del tables[:]
 
     def _count_to_leave(self, tables: list[BlockTable] | None) -> int:
         """The watermark, for a request without blocks while others hold some."""
@@ -715,6 +732,8 @@ class KVCacheManager:
 
         Blocks of an interrupted call may be among them, touched without the retention's knowledge.
         """
+        if len(self.copies):
+            self.copies.drop(blocks)
         if self.retention is None:
             self.block_pool.free_out_of(blocks)
         else:

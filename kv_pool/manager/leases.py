@@ -121,6 +121,8 @@ class BlockLeases:
         # (deadline, lease id); an entry that is not its lease's deadline any more is passed over.
         self._deadlines: list[tuple[float, int]] = []
         self._last_id = 0
+        # What an interrupted call leaves for `_recover`: references and holds that may be no lease's.
+        self._unfinished: tuple[list[KVCacheBlock], list[Hold]] | None = None
 
     def __repr__(self) -> str:
         return f"<BlockLeases: {len(self._leases)} leases of {len(self._num_leases)} blocks>"
@@ -162,6 +164,7 @@ class BlockLeases:
             )
         if len(set(listed)) != len(listed):
             raise InvalidBlockError(f"{holder} asks for a block twice in one lease")
+        self._recover()
         for block in listed:
             self._check_block(block, holder, kind)
         self._last_id += 1
@@ -169,11 +172,13 @@ class BlockLeases:
         is_written = kind is LeaseKind.WRITE
         reason = f"lent to {holder} ({'write' if is_written else 'read'})"
         referenced: list[KVCacheBlock] = []
+        holds: list[Hold] = []
+        self._unfinished = referenced, holds
         try:
             self.block_pool.touch_onto(listed, referenced)
             if self._retention is not None:
                 self._retention.note_taken(listed)
-            hold = self.block_pool.hold(listed, reason)
+            hold = self.block_pool.holds.open_onto(listed, reason, holds)
             lease = Lease(self, lease_id, kind, tuple(listed), deadline, holder, hold)
             for block in listed:
                 self._num_leases[block] = self._num_leases.get(block, 0) + 1
@@ -181,8 +186,9 @@ class BlockLeases:
                     self._written[block] = lease
             heappush(self._deadlines, (deadline, lease_id))
             self._leases[lease_id] = lease
+            self._unfinished = None  # no call in between
         except BaseException:
-            self._recover(referenced, reason)
+            self._recover()
             raise
         return lease
 
@@ -231,6 +237,7 @@ class BlockLeases:
             Those leases, earliest deadline first; each is reported once. Call it in every step; O(1) if
             nothing is overdue.
         """
+        self._recover()
         now = self._clock()
         overdue: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -247,6 +254,7 @@ class BlockLeases:
 
     def list_leases(self) -> list[Lease]:
         """Active and quarantined leases, oldest first."""
+        self._recover()
         return list(self._leases.values())
 
     def list_quarantined(self) -> list[Lease]:
@@ -255,11 +263,13 @@ class BlockLeases:
 
     def list_lent_blocks(self) -> list[KVCacheBlock]:
         """Distinct blocks that transfers read or write, or may yet, in no order."""
+        self._recover()
         return list(self._num_leases)
 
     def is_lent(self, block: KVCacheBlock) -> bool:
         """Does a transfer read or write this block, or may it yet?"""
         check_type("block", block, KVCacheBlock)
+        self._recover()
         return block in self._num_leases
 
     def _check_block(self, block: KVCacheBlock, holder: str, kind: LeaseKind) -> None:
@@ -287,6 +297,7 @@ class BlockLeases:
 
     def _check_live(self, lease: Lease) -> None:
         check_type("lease", lease, Lease)
+        self._recover()
         if lease.leases is not self or self._leases.get(lease.lease_id) is not lease:
             raise StaleLeaseError(
                 f"{lease!r} is {'not of these leases' if lease.leases is not self else 'over'}; its blocks "
@@ -296,6 +307,7 @@ class BlockLeases:
     def _end(self, lease: Lease, state: LeaseState) -> None:
         referenced = list(lease.blocks[::-1])
         try:
+            self._unfinished = referenced, [lease.hold]  # no call from here on
             del self._leases[lease.lease_id]
             lease.state = state
             lease.hold.release()
@@ -307,9 +319,9 @@ class BlockLeases:
                 else:
                     del self._num_leases[block]
                 self._written.pop(block, None)
+            self._unfinished = None
         except BaseException:
-            if lease.state is state:
-                self._recover(referenced, lease.hold.reason)
+            self._recover()
             raise
 
     def _give_references_back(self, referenced: list[KVCacheBlock]) -> None:
@@ -319,20 +331,19 @@ class BlockLeases:
         else:
             self._retention.free_out_of(referenced)
 
-    def _recover(self, referenced: list[KVCacheBlock], reason: str) -> None:
-        """Undo a loan, or complete the end of one, after a call that was interrupted.
-
-        Args:
-            referenced: blocks with a reference that is no lease's.
-            reason: of a hold that may be no lease's.
-        """
+    def _recover(self) -> None:
+        """Undo a loan, or complete the end of one, that was interrupted; may itself be interrupted."""
+        if self._unfinished is None:
+            return
+        referenced, holds = self._unfinished
         leases = list(self._leases.values())
         self._num_leases = dict(Counter(block for lease in leases for block in lease.blocks))
         self._written = {
             block: lease for lease in leases if lease.kind is LeaseKind.WRITE for block in lease.blocks
         }
         held = [lease.hold for lease in leases]
-        for hold in self.block_pool.holds.list_holds():
-            if hold.reason == reason and hold not in held:
+        for hold in holds:
+            if hold not in held and not hold.is_released:
                 hold.release()
         self._give_references_back(referenced)
+        self._unfinished = None

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from kv_pool.manager.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.migration.arriving_keys import insert_keys, list_keys
+from kv_pool.migration.notice import Notice
 from kv_pool.migration.site import MigrationSite, OfferedBlock, Room, Selection
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject, Subject
 from kv_pool.storage.block_layout import BlockLayout
@@ -60,6 +63,26 @@ class _Hashes:
     num_tokens: int = 0
     num_computed_tokens: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
+
+
+@dataclass
+class _Departure:
+    """A request that is being moved away, or is about to stay.
+
+    Attributes:
+        tables: what the manager had; empty where it has them.
+        holds: on their blocks.
+        blocks: of each table, until they are given back.
+        has_left: another node has the request now.
+        notice: tells the scheduler.
+    """
+
+    request_id: str
+    tables: list[BlockTable]
+    holds: list[Hold]
+    blocks: list[list[KVCacheBlock]]
+    has_left: bool = False
+    notice: Notice = field(default_factory=Notice)
 
 
 class ManagerSite(MigrationSite):
@@ -115,10 +138,14 @@ class ManagerSite(MigrationSite):
         self._describe_request = describe_request
         self._adopt_request = adopt_request
         self._release_request = release_request
-        # Tables of requests that are being moved away, and the hold on their blocks.
-        self._frozen: dict[str, tuple[list[BlockTable], Hold]] = {}
+        self._frozen: dict[str, _Departure] = {}
         # Room for what is arriving, each with the request that it is for, None for a prefix or blocks.
         self._rooms: list[tuple[Room, str | None]] = []
+        # What an interrupted call leaves for `_recover`: a request to be put back or given up, references and
+        # holds of no room, and of a room that ends.
+        self._departing: _Departure | None = None
+        self._arriving: tuple[list[KVCacheBlock], list[Hold]] | None = None
+        self._leaving: tuple[Room, list[KVCacheBlock]] | None = None
 
     # ---- the source ------------------------------------------------------------------------------
 
@@ -137,28 +164,29 @@ class ManagerSite(MigrationSite):
     def freeze(self, subject: Subject) -> None:
         request_id = _get_request_id(subject)
         self._check_not_frozen(request_id)
-        tables = self.manager.pop_tables(request_id)
-        blocks = [block for table in tables for block in table.blocks]
+        manager = self.manager
+        blocks = [manager.get_table(request_id, group_id).blocks for group_id in range(len(manager.groups))]
+        departure = _Departure(request_id, [], [], blocks)
         reason = f"in request {request_id!r}, which is being moved to another node"
-        hold = self.manager.block_pool.hold(blocks, reason)
-        self._frozen[request_id] = tables, hold
-        self.manager.taken_out[request_id] = "it is being moved to another node"
+        self._departing = departure
+        try:
+            manager.block_pool.holds.open_onto(list(chain.from_iterable(blocks)), reason, departure.holds)
+            manager.pop_tables_onto(request_id, departure.tables)
+            self._frozen[request_id] = departure  # no call from here on
+            manager.taken_out[request_id] = "it is being moved to another node"
+            self._departing = None
+        except BaseException:
+            self._recover()
+            raise
 
     def thaw(self, subject: Subject) -> None:
-        request_id, tables = self._take_frozen(subject)
-        if self.manager.holds_blocks(request_id):  # the scheduler did not wait for it, and began anew
-            self._side.free_request(request_id, [table.blocks for table in tables])
-        else:
-            self.manager.put_tables(request_id, tables)
+        self._unfreeze(subject, False, Notice())
 
     def release(self, subject: Subject, selection: Selection, target: str, new_ids: Sequence[int]) -> None:
-        request_id, tables = self._take_frozen(subject)
-        self._side.free_request(request_id, [table.blocks for table in tables])
-        retention = self.manager.retention
-        if retention is not None and retention.is_active:
-            retention.forget_request(request_id)
+        notice = Notice()
         if self._release_request is not None:
-            self._release_request(request_id, target)
+            notice = Notice(partial(self._release_request, _get_request_id(subject), target))
+        self._unfreeze(subject, True, notice)
 
     def list_frozen(self) -> list[str]:
         """Requests that are being moved away: do not schedule them. Oldest first.
@@ -166,11 +194,13 @@ class ManagerSite(MigrationSite):
         The manager refuses to free them, or to go on with them, and says why. One that the scheduler begins
         anew, from its first token, has its old blocks freed when the move has ended.
         """
+        self._recover()
         return list(self._frozen)
 
     # ---- the target ------------------------------------------------------------------------------
 
     def take_room(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Room:
+        self._recover()
         self._check_groups(offered)
         request_id = None
         num_to_leave = 0
@@ -197,8 +227,9 @@ class ManagerSite(MigrationSite):
                 f"of {self.manager.block_pool.num_gpu_blocks - 1}. Free a request, or choose another target"
             )
         pool = self.manager.block_pool
-        before = list(self._rooms)
         referenced: list[KVCacheBlock] = []
+        holds: list[Hold] = []
+        self._arriving = referenced, holds
         try:
             pool.touch_onto(present, referenced)
             if self.manager.retention is not None:
@@ -206,18 +237,13 @@ class ManagerSite(MigrationSite):
             self.manager.take_onto(referenced, len(missing))
             taken = iter(referenced[len(present) :])
             blocks = [next(taken) if block is None else block for block in found]
-            room = Room(blocks, missing, pool.hold(blocks, _ARRIVING))
-            self._rooms.append((room, request_id))
-            return room
+            room = Room(blocks, missing, pool.holds.open_onto(blocks, _ARRIVING, holds))
+            self._rooms += [(room, request_id)]  # no call from here on
+            self._arriving = None
         except BaseException:
-            self._rooms = before
-            booked = [room.hold for room, _ in before]
-            for hold in pool.holds.list_holds():
-                if hold.reason == _ARRIVING and hold not in booked:
-                    hold.release()
-            referenced.reverse()
-            self.manager.free_out_of(referenced)
+            self._recover()
             raise
+        return room
 
     def insert(self, subject: Subject, offered: Sequence[OfferedBlock], room: Room, state: bytes) -> None:
         pool = self.manager.block_pool
@@ -253,21 +279,16 @@ class ManagerSite(MigrationSite):
             raise
 
     def leave(self, room: Room) -> None:
+        self._recover()
+        if room.hold.is_released:  # an interrupted call that ended it was completed
+            return
         left = room.blocks[::-1]
         try:
-            self._give_back(room, left)
+            self._leaving = room, left
+            self._recover()
         except BaseException:
-            self._give_back(room, left)
+            self._recover()
             raise
-
-    def _give_back(self, room: Room, left: list[KVCacheBlock]) -> None:
-        """End the room and drop its references; may be repeated with the same list after an interrupt."""
-        self._forget_room(room)
-        self.manager.copies.drop(left)
-        if self.manager.retention is None:
-            self.manager.block_pool.free_out_of(left)
-        else:
-            self.manager.retention.free_out_of(left)
 
     def drop(self, room: Room) -> None:
         self.leave(room)
@@ -280,10 +301,46 @@ class ManagerSite(MigrationSite):
 
         Leases have theirs beside these.
         """
+        self._recover()
         held = [block for room, _ in self._rooms for block in room.blocks]
-        for tables, _ in self._frozen.values():
-            held += [block for table in tables for block in table.blocks if not block.is_null]
+        for departure in self._frozen.values():
+            held += [block for row in departure.blocks for block in row if not block.is_null]
         return held
+
+    # ---- interrupts ------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Complete or undo what an exception interrupted; may itself be interrupted and called again."""
+        if self._departing is not None:
+            self._end_departure(self._departing)
+            self._departing = None
+        if self._arriving is not None:
+            referenced, holds = self._arriving
+            for hold in holds:
+                if not hold.is_released:
+                    hold.release()
+            self.manager.free_out_of(referenced)
+            self._arriving = None
+        if self._leaving is not None:
+            room, left = self._leaving
+            self._forget_room(room)
+            self.manager.free_out_of(left)
+            self._leaving = None
+
+    def _end_departure(self, departure: _Departure) -> None:
+        """Put a request back, or give its blocks back; again, if it was interrupted."""
+        manager = self.manager
+        request_id = departure.request_id
+        for hold in departure.holds:
+            if not hold.is_released:
+                hold.release()
+        if departure.tables and not departure.has_left and not manager.holds_blocks(request_id):
+            manager.put_tables_out_of(request_id, departure.tables)
+        if departure.tables:  # it has left, or the scheduler did not wait for it and began anew
+            self._side.free_request(request_id, departure.blocks)
+        if departure.has_left and manager.retention is not None and manager.retention.is_active:
+            manager.retention.forget_request(request_id)
+        departure.notice.send()
 
     # ---- selecting -------------------------------------------------------------------------------
 
@@ -391,14 +448,24 @@ class ManagerSite(MigrationSite):
                 f"request {request_id!r} {'is arriving here already' if is_arriving else 'has blocks here'}"
             )
 
-    def _take_frozen(self, subject: Subject) -> tuple[str, list[BlockTable]]:
+    def _unfreeze(self, subject: Subject, has_left: bool, notice: Notice) -> None:
+        self._recover()
         request_id = _get_request_id(subject)
-        self.manager.taken_out.pop(request_id, None)
-        tables, hold = self._frozen.pop(request_id)
-        hold.release()
-        return request_id, tables
+        departure = self._frozen[request_id]
+        try:
+            departure.has_left = has_left  # no call from here on
+            departure.notice = notice
+            self._departing = departure
+            del self._frozen[request_id]
+            if request_id in self.manager.taken_out:
+                del self.manager.taken_out[request_id]
+            self._recover()
+        except BaseException:
+            self._recover()
+            raise
 
     def _check_not_frozen(self, request_id: str) -> None:
+        self._recover()
         if request_id in self._frozen:
             raise InvalidArgumentError(f"request {request_id!r} is being moved to another node")
 

@@ -17,6 +17,7 @@ from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, skip_raw, view_rows
 from kv_pool.tiers.formats.block_format import BlockFormat
+from kv_pool.tiers.lru_slots import LruSlots
 from kv_pool.tiers.slot_files import SlotFiles, SlotHeader, check_key
 from kv_pool.tiers.tier import Tier, TierRead
 from kv_pool.tiers.tier_folder import VERSION, Description, TierFolder
@@ -92,7 +93,8 @@ class DiskTier(Tier):
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
         self._is_open = False
-        # Slots whose last header could not be wiped, and its key: it would be found after a restart.
+        # Slots whose header says something else than the index, and its key: it would be found after a
+        # restart. Noted before a header is written or wiped.
         self._unwiped: dict[int, BlockHashWithGroupId] = {}
         name = RAW if self._format is None else self._format.name
         self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
@@ -127,19 +129,21 @@ class DiskTier(Tier):
         else:
             rows = self._buffer.gather(storage, block_ids)
         stored: list[BlockHashWithGroupId] = []
+        counts = self._counts
         for key, row in zip(keys, rows, strict=True):
-            slot = self._slots.add(key)
+            (slot,) = self._slots.list_next(1)
             self._use += 1
+            self._unwiped[slot] = key
             try:
                 self._files.write(slot, key, row, self._use)
             except OSError as error:
-                self._slots.remove(key)
-                self._counts.num_write_errors += 1
+                counts.num_write_errors += 1
                 self._warn("written", error)
             else:
-                self._unwiped.pop(slot, None)
+                self._slots.add(key)
+                del self._unwiped[slot]  # no call in between
+                counts.num_stored += 1
                 stored.append(key)
-        self._counts.num_stored += len(stored)
         return stored
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
@@ -228,12 +232,15 @@ class DiskTier(Tier):
 
     def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         removed: list[BlockHashWithGroupId] = []
+        counts = self._counts
         for key in keys:
             if key in self._slots.slot_of:
-                self._wipe(self._slots.remove(key), key)
+                slot = self._slots.remove(key)
+                self._unwiped[slot] = key  # no call in between
+                counts.num_removed += 1
+                self._wipe(slot, key)
                 self._touched.discard(key)
                 removed.append(key)
-        self._counts.num_removed += len(removed)
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
@@ -262,13 +269,16 @@ class DiskTier(Tier):
         Raises:
             TierError: as `forget`.
         """
-        slot_of = dict(self._slots.slot_of)
-        super().clear()
+        unwiped = self._unwiped | {slot: key for key, slot in self._slots.slot_of.items()}
+        emptied = LruSlots()
+        num_removed = len(self)
+        self._unwiped = unwiped  # no call in between
+        self._slots = emptied
+        self._counts.num_removed += num_removed
         self._touched.clear()
         try:
             self._files.wipe_all()
         except OSError as error:
-            self._unwiped.update((slot, key) for key, slot in slot_of.items())
             raise self._make_error("its blocks", error) from error
         self._unwiped.clear()
 
@@ -288,12 +298,14 @@ class DiskTier(Tier):
 
     def _wipe(self, slot: int, key: BlockHashWithGroupId) -> None:
         """Wipe the header of a slot that has had this key; see `_unwiped` if that fails."""
+        self._unwiped[slot] = key
         try:
             self._files.wipe(slot)
         except OSError as error:
-            self._unwiped[slot] = key
             self._counts.num_write_errors += 1
             self._warn("wiped", error)
+        else:
+            del self._unwiped[slot]
 
     def _wipe_again(self) -> OSError | None:
         """Wipe what could not be wiped before; the error of what still cannot."""

@@ -62,15 +62,8 @@ class HostTier(Tier):
         """
         if storage is None or len(block_ids) != len(keys):
             raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
-        slots = [self._slots.add(key) for key in keys]
-        try:
-            self._write(storage, block_ids, slots)
-        except BaseException:
-            for key in keys:
-                self._slots.remove(key)
-            raise
-        self._counts.num_stored += len(keys)
-        return list(keys)
+        self._write(storage, block_ids, self._slots.list_next(len(keys)))
+        return super().put(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
         slots = [self._slots.slot_of[key] for key in keys]

@@ -20,7 +20,7 @@ from collections import Counter
 from kv_pool.core import invariants
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId
-from kv_pool.manager.swap.plan import PlanState
+from kv_pool.manager.swap.open_plans import PlanState
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.read_back import TierReadBack
 from kv_pool.tiers.tier import Tier
@@ -76,7 +76,7 @@ def check_cache(tiered_cache: TieredCache) -> None:
 def check_plans(read_back: TierReadBack) -> None:
     """X7 to X9."""
     held: Counter[BlockHashWithGroupId] = Counter()
-    for request_id, plan in read_back._open_plans.items():
+    for request_id, plan in read_back._open_plans.by_request.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"X7: {plan!r} is listed as open for request {request_id!r}")
         for block in plan.list_blocks():

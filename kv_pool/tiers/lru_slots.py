@@ -9,6 +9,8 @@ from kv_pool.ids import BlockHashWithGroupId
 class LruSlots:
     """Keys in the order of their last use, each in a slot of its own.
 
+    No call is made between changes that belong together, so a signal handler's exception separates none.
+
     Attributes:
         slot_of: the slots by key, the key that was used longest ago first.
         num_slots: slots 0 to num_slots - 1 have been used so far.
@@ -23,17 +25,26 @@ class LruSlots:
     def add(self, key: BlockHashWithGroupId) -> int:
         """Give a key that is not here a slot, as the one used last. O(1)."""
         if self._free:
-            slot = self._free.pop()
+            slot = self._free[-1]
+            self.slot_of[key] = slot
+            del self._free[-1]
         else:
             slot = self.num_slots
-            self.num_slots += 1
-        self.slot_of[key] = slot
+            self.slot_of[key] = slot
+            self.num_slots = slot + 1
         return slot
+
+    def list_next(self, num_slots: int) -> list[int]:
+        """The slots that so many calls of `add` would give, in order. O(num_slots)."""
+        free = self._free[: -num_slots - 1 : -1] if num_slots else []
+        return [*free, *range(self.num_slots, self.num_slots + num_slots - len(free))]
 
     def remove(self, key: BlockHashWithGroupId) -> int:
         """The slot of a key that is here, free from now on. O(1)."""
-        slot = self.slot_of.pop(key)
-        self._free.append(slot)
+        slot_of = self.slot_of
+        slot = slot_of[key]
+        del slot_of[key]
+        self._free += [slot]
         return slot
 
     def clear(self) -> None:

@@ -58,7 +58,9 @@ class Prefetcher:
         self._tier = tier
         self._max_blocks = max_blocks
         self._batch = max(1, _BATCH_BYTES // tier.layout.block_bytes)
-        self._lock = threading.Condition()
+        # Taken as such: an exception in `Condition.__enter__` would leave the lock taken.
+        self._mutex = threading.Lock()
+        self._lock = threading.Condition(self._mutex)
         self._waiting: deque[Errand] = deque()
         self._running: Errand | None = None
         self._done: list[Errand] = []
@@ -69,21 +71,24 @@ class Prefetcher:
 
     def count_asked(self, owner: str) -> int:
         """How many blocks are waiting, being read, or read for this owner."""
-        with self._lock:
+        with self._mutex:
             return sum(len(errand.keys) for errand in self._list_errands() if errand.owner == owner)
 
     def ask(self, owner: str, blocks: Sequence[tuple[BlockHashWithGroupId, int]]) -> None:
         """Read these blocks, (key, slot) each, unless they are being read; no more than there is room for."""
-        with self._lock:
+        with self._mutex:
             asked = {key for errand in self._list_errands() for key in errand.keys}
             new = [block for block in blocks if block[0] not in asked]
             new = new[: max(0, self._max_blocks - self._num_blocks)]
-            if not new:
-                return
+            errands = []
             for start in range(0, len(new), self._batch):
                 keys, slots = zip(*new[start : start + self._batch], strict=True)
-                self._waiting.append(Errand(owner, list(keys), list(slots)))
-            self._num_blocks += len(new)
+                errands.append(Errand(owner, list(keys), list(slots)))
+            num_new = len(new)
+            self._waiting += errands  # no call in between
+            self._num_blocks += num_new
+            if not self._waiting:
+                return
             if self._thread is None:
                 try:
                     self._thread = start_thread("kv_pool prefetch", self._run)
@@ -97,23 +102,27 @@ class Prefetcher:
 
     def cancel(self, owner: str | None = None) -> None:
         """Nothing is read any more for this owner, or for anybody; what was read for it is dropped."""
-        with self._lock:
+        with self._mutex:
             for errand in self._list_errands():
                 errand.is_void = errand.is_void or owner in (None, errand.owner)
             num_left = sum(len(errand.keys) for errand in self._list_errands() if not errand.is_void)
-            self._waiting = deque(errand for errand in self._waiting if not errand.is_void)
-            self._done = [errand for errand in self._done if not errand.is_void]
+            waiting = deque(errand for errand in self._waiting if not errand.is_void)
+            done = [errand for errand in self._done if not errand.is_void]
             if self._running is not None and self._running.is_void:
                 num_left += len(self._running.keys)
+            self._waiting = waiting  # no call in between
+            self._done = done
             self._num_blocks = num_left
 
     def take_done(self) -> list[Errand]:
         """What was read since the last call; oldest first. Its memory is the caller's."""
         if not self._done:  # without the lock: a step is not held up for it
             return []
-        with self._lock:
-            done, self._done = self._done, []
-            self._num_blocks -= sum(len(errand.keys) for errand in done)
+        with self._mutex:
+            done = self._done
+            num_blocks = sum(len(errand.keys) for errand in done)
+            self._done = []  # no call in between
+            self._num_blocks -= num_blocks
             return done
 
     def wait(self, timeout_s: float | None = None) -> bool:

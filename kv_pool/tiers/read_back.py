@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -15,7 +16,7 @@ from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.swap.host_prefix import HostPrefixes
-from kv_pool.manager.swap.sides import DeviceSide
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.read_back_plan import ReadBackPlan
 from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tier_lookup import TierLookup
@@ -69,7 +70,6 @@ class TierReadBack:
             raise InvalidArgumentError("the tiers are those of another pool than the manager's")
         self.manager = manager
         self.tiered_cache = tiered_cache
-        self._device = DeviceSide(manager)
         self._groups: list[BlockGroup] = [
             make_group(spec, manager.block_pool, group_id, manager.alignment)
             for group_id, spec in enumerate(manager.groups)
@@ -81,7 +81,7 @@ class TierReadBack:
         self._prefixes: HostPrefixes[BlockHashWithGroupId] = HostPrefixes(
             lookup, self._groups, manager.alignment
         )
-        self._open_plans: dict[str, ReadBackPlan] = {}
+        self._open_plans: OpenPlans[ReadBackPlan] = OpenPlans()
         self._media = [tier.medium for tier in tiered_cache.tiers]
         self._statistics = ReadBackStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))
 
@@ -111,11 +111,12 @@ class TierReadBack:
 
     def list_open_plans(self) -> list[ReadBackPlan]:
         """Plans that were neither committed nor aborted, oldest first."""
-        return list(self._open_plans.values())
+        self._open_plans.recover()
+        return list(self._open_plans.by_request.values())
 
     def list_device_ids_in_flight(self) -> list[int]:
         """Ids of the device blocks that open plans use; the plans hold them in place (`BlockPool.holds`)."""
-        return [block.block_id for plan in self._open_plans.values() for block in plan.list_blocks()]
+        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks()]
 
     def get_statistics(self) -> ReadBackStatistics:
         """What requests started with so far, as of now."""
@@ -197,9 +198,10 @@ class TierReadBack:
                 or a plan. Nothing has changed.
             InvalidBlockError: the tiers have not all of it any more: ask again. Nothing has changed.
         """
+        self._open_plans.recover()
         request_id = request.request_id
         num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
-        if request_id in self._open_plans:
+        if request_id in self._open_plans.by_request:
             raise InvalidArgumentError(f"a plan is open for request {request_id!r}; close it first")
         if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
@@ -217,32 +219,19 @@ class TierReadBack:
                 f"the tiers have not all of tokens {num_device_tokens} to {end} of request {request_id!r} "
                 "(any more); call find_prefix() again"
             )
-        keys = [key for row in rows for key in row.values()]
-        self.tiered_cache.hold(keys)
-        try:
-            added = self.manager.allocate_slots(
-                request,
-                num_new_tokens,
-                cached_prefix,
-                num_external_computed_tokens=hit.num_tokens,
-                delay_cache_blocks=True,
-                **options,
-            )
-        except BaseException:
-            self.tiered_cache.release(keys)
-            raise
-        if added is None:
-            self.tiered_cache.release(keys)
-            return None
-        tables = self.manager.pop_tables(request_id)
-        targets = [
-            table.blocks[position] for table, row in zip(tables, rows, strict=True) for position in row
-        ]
-        plan = ReadBackPlan(
-            request, hit, self.manager, self.tiered_cache, self._device, tables, keys, targets, self._close
+        allocate = partial(
+            self.manager.allocate_slots,
+            request,
+            num_new_tokens,
+            cached_prefix,
+            num_external_computed_tokens=hit.num_tokens,
+            delay_cache_blocks=True,
+            **options,
         )
-        self._open_plans[request_id] = plan
-        return plan
+        plan = ReadBackPlan(
+            request, hit, self.manager, self.tiered_cache, rows, allocate, self._open_plans, self._count
+        )
+        return plan if self._open_plans.open(plan) else None
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with what the device has, and nothing from tiers."""
@@ -289,10 +278,10 @@ class TierReadBack:
         for level in level_of:
             by_medium[self._media[level]] += step
 
-    def _close(self, plan: ReadBackPlan) -> None:
-        del self._open_plans[plan.request_id]
-        counts = self._statistics
-        if plan.is_committed:
+    def _count(self, plan: ReadBackPlan) -> None:
+        """Count a plan that is being closed, once."""
+        counts = self.get_statistics()
+        if plan.outcome is PlanState.COMMITTED:
             counts.num_committed += 1
             counts.num_tokens_by_medium[MEDIUM_GPU] += plan.hit.num_device_tokens
             for medium, num_tokens in plan.hit.num_tokens_by_medium.items():
@@ -300,3 +289,5 @@ class TierReadBack:
         else:
             counts.num_aborted += 1
             counts.num_unreadable += plan.is_unreadable
+        self._statistics = counts  # no call in between
+        plan.is_counted = True

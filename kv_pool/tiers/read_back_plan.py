@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.errors import InvalidBlockError, PlanClosedError
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.ids import BlockHashWithGroupId
-from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.swap.plan import PlanState
-from kv_pool.manager.swap.sides import DeviceSide, list_tail_first
+from kv_pool.manager.swap.allocated_tables import AllocatedTables
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
 from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
-class ReadBackPlan:
+class ReadBackPlan(TwoPhasePlan):
     """What is read, where to, and what becomes true when it is there. From `TierReadBack`.
 
                  commit                            abort
@@ -33,6 +32,7 @@ class ReadBackPlan:
         keys: of the blocks to be read.
         state: open, committed or aborted.
         is_unreadable: a block could not be read.
+        is_counted: the statistics have it, as far as they should.
     """
 
     def __init__(
@@ -41,28 +41,37 @@ class ReadBackPlan:
         hit: TierHit,
         manager: KVCacheManager,
         tiered_cache: TieredCache,
-        device: DeviceSide,
-        tables: list[BlockTable],
-        keys: Sequence[BlockHashWithGroupId],
-        targets: Sequence[KVCacheBlock],
+        rows: Sequence[Mapping[int, BlockHashWithGroupId]],
+        allocate: Callable[[], object],
+        open_plans: OpenPlans[ReadBackPlan],
         on_close: Callable[[ReadBackPlan], None],
     ) -> None:
-        self.request_id = request.request_id
+        super().__init__(request, hit.num_device_tokens + hit.num_tokens)
         self.hit = hit
-        self.num_computed_tokens = hit.num_device_tokens + hit.num_tokens
-        self.keys = keys
-        self.state = PlanState.OPEN
+        self.keys = [key for row in rows for key in row.values()]
         self.is_unreadable = False
+        self.is_counted = True
         self._is_loaded = False
-        self._request = request
         self._manager = manager
         self._tiered_cache = tiered_cache
-        self._device = device
-        self._tables = tables
-        self._targets = targets
+        self._rows = rows
+        self._allocated = AllocatedTables(request, self.num_computed_tokens, manager, allocate)
+        self._held_keys: list[BlockHashWithGroupId] = []
+        self._targets: list[KVCacheBlock] = []
+        self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
+        self._open_plans = open_plans
         self._on_close = on_close
+
+    def open(self) -> bool:
+        self._tiered_cache.hold_onto(self.keys, self._held_keys)
+        if not self._allocated.open():
+            return False
+        tables = self._allocated.tables
+        self._targets = [
+            table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
+        ]
         # Blocks of the device's prefix, by what they were hit for: one that is found wrong loses its key.
-        read_into = set(targets)
+        read_into = set(self._targets)
         self._hits = [
             (block, block.block_hash)
             for table in tables
@@ -70,15 +79,13 @@ class ReadBackPlan:
             if block.block_hash is not None and block not in read_into
         ]
         reason = f"in an open plan to read tiers for request {self.request_id!r}"
-        self._hold = manager.block_pool.hold(self.list_blocks(), reason)
-
-    @property
-    def is_committed(self) -> bool:
-        return self.state is PlanState.COMMITTED
+        self._manager.block_pool.holds.open_onto(self.list_blocks(), reason, self._holds)
+        self.is_counted = False
+        return True
 
     def list_blocks(self) -> list[KVCacheBlock]:
         """The device blocks that the plan holds a reference to, those to be reused first in front."""
-        return list_tail_first([table.blocks for table in self._tables])
+        return self._allocated.list_blocks()
 
     def apply(self) -> bool:
         """Read and commit.
@@ -95,7 +102,7 @@ class ReadBackPlan:
                 self.commit()
                 return True
         except BaseException:
-            if self.state is PlanState.OPEN:
+            if not self.is_decided:
                 self.abort()
             raise
         self.abort()
@@ -138,9 +145,9 @@ class ReadBackPlan:
             )
         if self._manager.block_pool.enable_kv_cache_events:
             check_announceable(self._request)
-        self._manager.put_tables(self.request_id, self._tables)
-        self._manager.cache_blocks(self._request, self.num_computed_tokens)
-        self._close(PlanState.COMMITTED)
+        if self._manager.holds_blocks(self.request_id):
+            raise InvalidArgumentError(f"request {self.request_id!r} has blocks already; free them first")
+        self._open_plans.close(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
         """Nothing comes of it: the device blocks are free, and none of them can be hit.
@@ -149,8 +156,19 @@ class ReadBackPlan:
             PlanClosedError: committed or aborted before. Nothing has changed.
         """
         self._check_open()
-        self._device.free_blocks(self.list_blocks())
-        self._close(PlanState.ABORTED)
+        self._open_plans.close(self, PlanState.ABORTED)
+
+    def finish(self) -> None:
+        super().finish()
+        self._tiered_cache.release_out_of(self._held_keys)
+        if not self.is_counted:
+            self._on_close(self)
+
+    def _commit(self) -> None:
+        self._allocated.commit()
+
+    def _abort(self) -> None:
+        self._allocated.abort()
 
     def _is_void(self) -> bool:
         """Was the content of a block found to be wrong since it was hit?"""
@@ -158,13 +176,8 @@ class ReadBackPlan:
             block.block_hash != key for block, key in self._hits
         )
 
-    def _close(self, state: PlanState) -> None:
-        self._tiered_cache.release(self.keys)
-        self._hold.release()
-        self.state = state
-        self._on_close(self)
-
     def _check_open(self) -> None:
+        self._open_plans.recover()
         if self.state is not PlanState.OPEN:
             raise PlanClosedError(
                 f"the plan to read blocks for request {self.request_id!r} was {self.state.value} before; "

@@ -146,17 +146,15 @@ class Tier:
 
     def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Let these keys not be among the next to go, until `release`. A key can be held several times."""
-        for key in keys:
-            self._held[key] = self._held.get(key, 0) + 1
+        hold_onto(self._held, keys, [])
 
     def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        for key in keys:
-            num_holds = self._held[key] - 1
-            if num_holds:
-                self._held[key] = num_holds
-            else:
-                del self._held[key]
+        release_out_of(self._held, list(keys))
+
+    def share_holds(self, held: dict[BlockHashWithGroupId, int]) -> None:
+        """Let this say from now on what is held, and how often: for tiers that hold the same keys."""
+        self._held = held
 
     def put(
         self,
@@ -173,9 +171,12 @@ class Tier:
             Those that it has now: all, but for blocks that could not be written, which are counted.
         """
         add = self._slots.add
-        for key in keys:
-            add(key)
-        self._counts.num_stored += len(keys)
+        num_before = len(self)
+        try:
+            for key in keys:
+                add(key)
+        finally:
+            self._counts.num_stored += len(self) - num_before
         return list(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
@@ -211,11 +212,14 @@ class Tier:
         """Forget these keys; those that it had, each once."""
         slots = self._slots
         removed: list[BlockHashWithGroupId] = []
-        for key in keys:
-            if key in slots.slot_of:
-                slots.remove(key)
-                removed.append(key)
-        self._counts.num_removed += len(removed)
+        num_before = len(self)
+        try:
+            for key in keys:
+                if key in slots.slot_of:
+                    slots.remove(key)
+                    removed.append(key)
+        finally:
+            self._counts.num_removed += num_before - len(self)
         return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
@@ -224,8 +228,33 @@ class Tier:
 
     def clear(self) -> None:
         """`forget` everything."""
-        self._counts.num_removed += len(self)
-        self._slots.clear()
+        emptied = LruSlots()
+        num_removed = len(self)
+        self._slots = emptied  # no call in between
+        self._counts.num_removed += num_removed
 
     def close(self) -> None:
         """Let go of files and memory. Nothing else is called afterwards but this."""
+
+
+def hold_onto(
+    held: dict[BlockHashWithGroupId, int],
+    keys: Iterable[BlockHashWithGroupId],
+    onto: list[BlockHashWithGroupId],
+) -> None:
+    """Count a hold more for each of these keys; each is appended to `onto` in the same step."""
+    for key in keys:
+        num_holds = held.get(key, 0)
+        held[key] = num_holds + 1  # no call in between
+        onto += [key]
+
+
+def release_out_of(held: dict[BlockHashWithGroupId, int], keys: list[BlockHashWithGroupId]) -> None:
+    """Count a hold less for each of these keys; each is off the list in the same step."""
+    while keys:
+        key = keys[-1]
+        if held[key] > 1:
+            held[key] -= 1
+        else:
+            del held[key]
+        del keys[-1]

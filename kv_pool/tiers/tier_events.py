@@ -88,21 +88,22 @@ class TierEvents:
                 told = msgspec.structs.replace(part, medium=medium)
                 stored.append((depth_of[part.block_hashes[0]], told))
         stored.sort(key=lambda pair: pair[0])
-        queue: list[Any] = self._pool.kv_event_queue
-        queue.extend(event for _, event in stored)
+        events: list[Any] = [event for _, event in stored]
         for group_id, hashes in bare.items():
-            queue.extend(
+            events += [
                 BlockStored([name], None, [], 0, None, medium, None, group_idx=group_id) for name in hashes
-            )
+            ]
+        queue: list[Any] = self._pool.kv_event_queue
+        queue += events  # all or nothing, and nothing is called afterwards
 
     def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """These keys are not in a tier of this medium any more."""
         by_group: dict[int, list[ExternalBlockHash]] = {}
         for key in keys:
             by_group.setdefault(get_group_id(key), []).append(self._name(key))
+        events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
         queue: list[Any] = self._pool.kv_event_queue
-        for group_id, hashes in by_group.items():
-            queue.append(BlockRemoved(hashes, medium, group_id))
+        queue += events  # all or nothing, and nothing is called afterwards
 
     def is_crowded(self) -> bool:
         """Are there so many labels that half of them at least are of blocks that are nowhere?"""

@@ -17,7 +17,7 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.block_rows import wrap_rows
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.prefetcher import Prefetcher
-from kv_pool.tiers.tier import Tier, TierStatistics
+from kv_pool.tiers.tier import Tier, TierStatistics, hold_onto, release_out_of
 from kv_pool.tiers.tier_events import TierEvents
 
 _logger = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ class TieredCache:
     name is forgotten in all tiers, and a reset of the prefix cache clears them. Who calls
     `BlockPool.evict_blocks` for content that is wrong calls `forget`, too.
 
-    Not safe for several threads: the scheduler's calls it.
+    Not safe for several threads: the scheduler's calls it. A `flush` or `store_pending` that is interrupted
+    by a signal handler's exception drops the blocks that it has not stored, and counts them.
 
     Attributes:
         num_dropped: blocks that the pool took anew and no tier got: there was no room that nobody holds, or
@@ -123,6 +124,14 @@ class TieredCache:
         )
         self.num_dropped = 0
         self._unforgotten: TierError | None = None
+        self._held: dict[BlockHashWithGroupId, int] = {}
+        for tier in tiers:
+            tier.share_holds(self._held)
+        # What an interrupted call leaves for `_recover`: keys that a tier is about to get or to lose, and
+        # events do not tell of yet; keys of wrong content; whether everything is to go.
+        self._changing: tuple[Tier, Sequence[BlockHashWithGroupId], bool] | None = None
+        self._wrong: list[BlockHashWithGroupId] = []
+        self._is_resetting = False
         block_pool.colder_tiers = self
         if self._events is not None:
             for tier in tiers:
@@ -149,6 +158,8 @@ class TieredCache:
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Where to look up many keys: one in these is in a tier, or will be. Until something changes."""
+        if self._wrong or self._is_resetting:
+            self._recover()
         indexes = [tier.index for tier in self.tiers]
         return [self._pending, *indexes] if self._pending else indexes
 
@@ -190,7 +201,7 @@ class TieredCache:
                     queue = self._written if position < num_written else self._unwritten
                     queue[block.block_hash] = (block, block.generation)
         elif self.writes_through:
-            self._store(0, [block.block_hash for block in blocks if not block.is_null], None, ())
+            self._store_warmest([block.block_hash for block in blocks if not block.is_null], None, ())
 
     def on_block_arrived(self, block: KVCacheBlock, block_size: int | None, told: BlockStored | None) -> None:
         """See `ColderTiers`."""
@@ -203,7 +214,7 @@ class TieredCache:
         if not self.writes_through or (self._has_partial and not self._is_full(block)):
             return
         if self.storage is None:
-            self._store(0, [key], None, ())
+            self._store_warmest([key], None, ())
         else:
             self._written[key] = (block, block.generation)
 
@@ -212,7 +223,7 @@ class TieredCache:
         if self._has_partial:
             blocks = [block for block in blocks if self._is_full(block)]
         if self.storage is None:
-            self._store(0, [block.block_hash for block in blocks], None, ())
+            self._store_warmest([block.block_hash for block in blocks], None, ())
             return
         for block in blocks:
             key = block.block_hash
@@ -234,18 +245,12 @@ class TieredCache:
 
     def on_cache_reset(self) -> None:
         """See `ColderTiers`. What a disk does not take is raised by the next `flush`."""
-        self._pending.clear()
-        self._unwritten.clear()
-        self._written.clear()
-        if self._prefetcher is not None:
-            self._prefetcher.cancel()
-        if self._events is not None:
-            self._events.clear()
-        for tier in self.tiers:
-            try:
-                tier.clear()
-            except TierError as error:
-                self._note_unforgotten(error)
+        self._is_resetting = True
+        try:
+            self._clear()
+        except BaseException:
+            self._recover()
+            raise
 
     def note_block_size(self, group_id: int, block_size: int) -> None:
         """A group's blocks hold so many tokens. Learned from what is cached, and told by `TierReadBack`.
@@ -269,6 +274,7 @@ class TieredCache:
             TierError: wrong content, or what was stored before a reset, may come back after a restart, since
                 a disk did not take that it was forgotten. Raised once, after all of the above is done.
         """
+        self._recover()
         self.store_pending()
         self._take_prefetched()
         if self.writes_through:
@@ -292,12 +298,18 @@ class TieredCache:
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
-        unmoved = [
-            (key, block_id) for key, (block, block_id) in pending.items() if block.block_id == block_id
-        ]
-        # Somebody has moved blocks before calling us: these are lost, since their bytes may be.
-        self.num_dropped += len(pending) - len(unmoved)
-        self._copy_out(unmoved)
+        try:
+            unmoved = [
+                (key, block_id) for key, (block, block_id) in pending.items() if block.block_id == block_id
+            ]
+            # Somebody has moved blocks before calling us: these are lost, since their bytes may be.
+            num_moved = len(pending) - len(unmoved)
+            self.num_dropped += num_moved
+            self._copy_out(unmoved)
+        except BaseException:
+            # Not tried again: by then the blocks may have been written.
+            self.num_dropped += sum(key not in self for key in pending)
+            raise
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Content under these keys is wrong: it is not found in any tier, now and after a restart.
@@ -306,22 +318,16 @@ class TieredCache:
             TierError: a disk does not take it. No tier finds the content now, but it may be found after a
                 restart; see `DiskTier.forget`.
         """
+        self._recover()
         listed = list(keys)
-        if self._prefetcher is not None and listed:
-            self._prefetcher.cancel()
-        for queue in (self._pending, self._unwritten, self._written):
-            for key in listed:
-                queue.pop(key, None)
-        failure: TierError | None = None
-        for tier in self.tiers:
-            there = [key for key in dict.fromkeys(listed) if key in tier]
-            try:
-                tier.forget(listed)
-            except TierError as error:
-                failure = failure or error
-            self._tell_removed(tier, there)
-        if failure is not None:
-            raise failure
+        self._wrong = listed
+        try:
+            self._forget_wrong()
+        except TierError:
+            raise
+        except BaseException:
+            self._recover()
+            raise
 
     def close(self) -> None:
         """Leave the pool alone, and close the tiers. What is pending is not stored: `flush` before."""
@@ -330,7 +336,8 @@ class TieredCache:
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:
-            self._tell_removed(tier, tier.list_keys())
+            if self._events is not None:
+                self._events.announce_removed(tier.medium, tier.list_keys())
             tier.close()
 
     # ---- reading back ----------------------------------------------------------------------------
@@ -349,7 +356,7 @@ class TieredCache:
         if self.storage is None:
             moving = [key for key in keys if key not in warmest and any(key in tier for tier in colder)]
             moving = moving[: self._max_prefetch_blocks]
-            self._store(0, moving, None, ())
+            self._store_warmest(moving, None, ())
             return len(moving)
         if self._prefetcher is None or self._disk is None:
             return 0
@@ -377,25 +384,33 @@ class TieredCache:
             slot_of = dict(zip(errand.keys, errand.slots, strict=True))
             there = [key for key in errand.keys if key in disk and disk.get_slot(key) == slot_of[key]]
             unreadable = [key for key in errand.failed if key in there]
+            self._changing = disk, unreadable, False
             disk.drop_unreadable(unreadable)
-            self._tell_removed(disk, unreadable)
+            self._tell_change()
             good = set(there)
             rows = {key: row for row, key in enumerate(errand.found) if key in good}
             if rows and errand.rows is not None:
                 disk.count_read(len(rows))
                 read = wrap_rows(errand.rows, self.storage.block_format)
-                self._store(0, list(rows), read, list(rows.values()))
+                self._store_warmest(list(rows), read, list(rows.values()))
 
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Let no tier give these up to make room, until `release`; they count as used now."""
+        self.hold_onto(keys, [])
+
+    def hold_onto(self, keys: Sequence[BlockHashWithGroupId], onto: list[BlockHashWithGroupId]) -> None:
+        """As `hold`; what is held is appended to `onto` in the same step, see `BlockPool.take_onto`."""
         for tier in self.tiers:
             tier.touch(keys)
-            tier.hold(keys)
+        hold_onto(self._held, keys, onto)
 
     def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Undo one `hold`."""
-        for tier in self.tiers:
-            tier.release(keys)
+        self.release_out_of(list(keys))
+
+    def release_out_of(self, keys: list[BlockHashWithGroupId]) -> None:
+        """As `release`; `keys` is empty afterwards, in the same step."""
+        release_out_of(self._held, keys)
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[int]
@@ -410,6 +425,7 @@ class TieredCache:
         Raises:
             CopyFailedError: the device did not take them.
         """
+        self._recover()
         self.store_pending()
         target_of = dict(zip(keys, block_ids, strict=True))
         left = list(keys)
@@ -417,13 +433,82 @@ class TieredCache:
             index = tier.index
             here = [key for key in left if key in index]
             if here:
-                failed = tier.load(here, self.storage, [target_of[key] for key in here])
-                self._tell_removed(tier, failed)
+                self._changing = tier, here, False
+                try:
+                    failed = tier.load(here, self.storage, [target_of[key] for key in here])
+                finally:
+                    self._tell_change()
                 loaded = set(here).difference(failed)
                 left = [key for key in left if key not in loaded]
         return left
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Complete what an exception interrupted; may itself be interrupted and called again."""
+        if self._changing is not None:
+            self._tell_change()
+        if self._wrong:
+            try:
+                self._forget_wrong()
+            except TierError as error:
+                self._note_unforgotten(error)
+        if self._is_resetting:
+            self._clear()
+
+    def _tell_change(self) -> None:
+        """Let events tell what a tier has got or lost of the keys that were about to come or go."""
+        if self._changing is None:
+            return
+        tier, keys, is_arriving = self._changing
+        if self._events is not None:
+            if is_arriving:
+                stored = [key for key in keys if key in tier]
+                if stored:
+                    self._events.announce_stored(tier.medium, stored)
+            else:
+                removed = [key for key in keys if key not in tier]
+                if removed:
+                    self._events.announce_removed(tier.medium, removed)
+        self._changing = None  # no call since the events are out
+
+    def _forget_wrong(self) -> None:
+        """Forget the content of `_wrong` everywhere. Raises TierError, after all of it was tried."""
+        listed = self._wrong
+        if self._prefetcher is not None and listed:
+            self._prefetcher.cancel()
+        for queue in (self._pending, self._unwritten, self._written):
+            for key in listed:
+                queue.pop(key, None)
+        failure: TierError | None = None
+        for tier in self.tiers:
+            self._changing = tier, [key for key in dict.fromkeys(listed) if key in tier], False
+            try:
+                tier.forget(listed)
+            except TierError as error:
+                failure = failure or error
+            self._tell_change()
+        self._wrong = []
+        if failure is not None:
+            raise failure
+
+    def _clear(self) -> None:
+        """Forget everything, without events."""
+        self._changing = None
+        self._wrong = []
+        self._pending.clear()
+        self._unwritten.clear()
+        self._written.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.cancel()
+        if self._events is not None:
+            self._events.clear()
+        for tier in self.tiers:
+            try:
+                tier.clear()
+            except TierError as error:
+                self._note_unforgotten(error)
+        self._is_resetting = False
 
     def _forget_labels(self) -> None:
         """Let events know nothing more of blocks that are nowhere, once there are too many of these."""
@@ -446,7 +531,22 @@ class TieredCache:
         """Store blocks of the device under these keys; copies are (key, block id)."""
         if copies:
             keys, block_ids = zip(*copies, strict=True)
-            self._store(0, keys, self.storage, block_ids)
+            self._store_warmest(keys, self.storage, block_ids)
+
+    def _store_warmest(
+        self,
+        keys: Sequence[BlockHashWithGroupId],
+        storage: BlockStorage | None,
+        block_ids: Sequence[int],
+    ) -> None:
+        """Let the warmest tier have these blocks; see `_store`."""
+        if self._changing is not None or self._wrong or self._is_resetting:
+            self._recover()
+        try:
+            self._store(0, keys, storage, block_ids)
+        except BaseException:
+            self._recover()
+            raise
 
     def _store(
         self,
@@ -475,13 +575,12 @@ class TieredCache:
                     self.num_dropped += num_missing
                     del some[len(some) - num_missing :]
             try:
-                stored = tier.put(some, storage, [id_of[key] for key in some] if id_of else ())
+                self._changing = tier, some, True
+                tier.put(some, storage, [id_of[key] for key in some] if id_of else ())
             except CopyFailedError as error:
                 _logger.warning("%d blocks were not stored: %s", len(some), error)
                 self.num_dropped += len(some)
-                continue
-            if self._events is not None and stored:
-                self._events.announce_stored(tier.medium, stored)
+            self._tell_change()
 
     def _make_room(self, level: int, num_blocks: int) -> int:
         """Let a tier give up so many blocks, which the next tier gets; how many it gave up."""
@@ -494,13 +593,12 @@ class TieredCache:
                 missing = self.tiers[level + 1].touch(outgoing)
                 step = tier.batch_blocks or len(missing) or 1
                 for start in range(0, len(missing), step):
-                    read = tier.read(missing[start : start + step])
+                    some = missing[start : start + step]
+                    self._changing = tier, some, False
+                    read = tier.read(some)
+                    self._tell_change()
                     self._store(level + 1, read.keys, read.storage, read.block_ids)
-                    self._tell_removed(tier, read.failed)
-        removed = tier.remove(outgoing)
-        self._tell_removed(tier, removed)
+        self._changing = tier, outgoing, False
+        tier.remove(outgoing)
+        self._tell_change()
         return len(outgoing)
-
-    def _tell_removed(self, tier: Tier, keys: Sequence[BlockHashWithGroupId]) -> None:
-        if self._events is not None and keys:
-            self._events.announce_removed(tier.medium, keys)

@@ -1,5 +1,7 @@
 """Calls of a `GPUKVPool` that a signal handler breaks off: references and holders agree afterwards."""
 
+import contextlib
+import itertools
 import random
 
 import pytest
@@ -98,21 +100,43 @@ def test_an_interrupt_at_any_moment_leaks_no_block(name, make_one):
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 
+NEXT_CALLS = {
+    "pin": lambda pool: pool.pin(pool.blocks_of(5)),
+    "unpin": lambda pool: pool.unpin(pool.blocks_of(4)[:1]),
+    "note_access": lambda pool: pool.note_access(2),
+    "defragment": lambda pool: pool.defragment(),
+    "list_sequences": lambda pool: pool.list_sequences(),
+    "get_block_info": lambda pool: pool.get_block_info(1),
+    "get_layout": lambda pool: pool.get_layout(),
+    "get_statistics": lambda pool: pool.get_statistics(),
+    "claim_prefix": lambda pool: pool.claim_prefix(99, [b"not cached"]),
+    "allocate": lambda pool: take(pool, 98, 1),
+    "the lock": lambda pool: pool.lock.__enter__() and pool.lock.__exit__(None, None, None),
+}
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_in_the_undoing_of_a_call_leaks_no_block(name):
+def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name):
+    next_calls = itertools.cycle(NEXT_CALLS.values())
+
     def watch(pool, second):
-        recover = pool.holdings.recover
+        recover = pool._recover
 
-        def recover_watched():
+        def recover_watched(error):
             second()
-            recover()
+            recover(error)
 
-        pool.holdings.recover = recover_watched
+        pool._recover = recover_watched
 
     def check_pool(pool):
-        pool.claim_prefix(99, [b"not cached"])
+        with contextlib.suppress(KVPoolError):
+            next(next_calls)(pool)
         pool.block_pool.get_new_blocks(0)
         check(pool)
+        assert pool.lock is pool._plain_lock
+        assert pool.lock.acquire(blocking=False)
+        pool.lock.release()
+        assert not pool.lock._is_owned()
 
     tried, broken = interrupt_twice(make_busy, CALLS[name], check_pool, watch, step=23)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"

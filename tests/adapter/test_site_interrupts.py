@@ -1,9 +1,11 @@
 """Calls of a `GPUKVPoolSite` that a signal handler breaks off: no reference, hold or bar is left behind."""
 
+import random
+
 import pytest
 from adapter.made_pool import check, make, make_storage, take
 from drawing import hash_of
-from interrupting import interrupt_everywhere
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
@@ -73,6 +75,138 @@ class Arrival:
 def test_an_interrupted_arrival_is_there_or_can_be_dropped(call, subject):
     tried, broken = interrupt_everywhere(
         lambda: Arrival(SUBJECTS[subject], call), lambda arrival: getattr(arrival, call)(), Arrival.check
+    )
+    assert tried > 0
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
+
+
+class Owner:
+    """An engine that says what it was told of each sequence."""
+
+    def __init__(self):
+        self.state_of = {}
+
+    def describe(self, sequence_id):
+        return b""
+
+    def list_token_ids(self, sequence_id):
+        return ()
+
+    def suspend(self, sequence_id):
+        self.state_of[sequence_id] = "suspended"
+
+    def resume(self, sequence_id):
+        self.state_of[sequence_id] = "running"
+
+    def give_up(self, sequence_id, target):
+        assert self.state_of[sequence_id] == "suspended", "told twice"
+        self.state_of[sequence_id] = target
+
+
+class Departure:
+    """A subject on its way from a pool where another sequence shares a block, as far as before a call."""
+
+    def __init__(self, subject, is_frozen):
+        self.subject = subject
+        self.pool = make(storage=make_storage(), enable_kv_cache_events=True)
+        take(self.pool, 1, 4)
+        self.pool.cache_prefix(1, HASHES)
+        self.pool.fork(1, 2, 1)
+        take(self.pool, 3, 2)
+        self.owner = Owner()
+        self.site = GPUKVPoolSite(self.pool, owner=self.owner)
+        self.record = self.site.record_release(1)
+        self.ids = self.pool.blocks_of(1)
+        self.selection = self.site.select(subject, True)
+        if is_frozen:
+            self.freeze()
+
+    def freeze(self):
+        self.site.freeze(self.subject)
+
+    def thaw(self):
+        self.site.thaw(self.subject)
+
+    def release(self):
+        self.site.release(self.subject, self.selection, "there", [])
+
+    def check(self):
+        """The blocks are here, frozen or not, or gone; whether they are to leave or to stay, they can."""
+        self.site._recover()
+        self.check_balance()
+        has_left = len(self.pool.blocks_of(1)) < 4
+        if has_left:
+            assert not self.site._frozen
+        else:
+            if not self.site._frozen:
+                self.freeze()
+                self.check_balance()
+            self.thaw()
+            self.check_balance()
+            self.freeze()
+            self.release()
+            self.check_balance()
+        is_sequence = self.subject == SUBJECTS["a sequence"]
+        assert self.pool.blocks_of(1) == ([] if is_sequence else [3])
+        assert self.pool.get_free_blocks() == (7 if is_sequence else 6)
+        assert self.record == (self.ids if is_sequence else [])
+
+    def check_balance(self):
+        pool, site = self.pool, self.site
+        check(pool)
+        frozen = {holder.sequence_id for one in site._frozen.values() for holder, _ in one.drops}
+        assert set(pool.holdings.barred) == frozen
+        assert set(pool.holdings._barred_holds) == frozen
+        assert len([one for one in pool.block_pool.holds.list_holds() if one.reason != "pinned"]) == len(
+            frozen
+        )
+        if self.subject == SUBJECTS["a sequence"]:
+            is_gone = 1 not in pool.list_sequences()
+            state = "there" if is_gone else "suspended" if frozen else "running"
+            assert self.owner.state_of.get(1, "running") == state
+
+
+DEPARTURES = {"freeze": False, "thaw": True, "release": True}
+
+
+@pytest.mark.parametrize("subject", ["a sequence", "blocks"])
+@pytest.mark.parametrize("call", DEPARTURES)
+def test_an_interrupted_departure_leaves_the_blocks_here_or_gone(call, subject):
+    tried, broken = interrupt_everywhere(
+        lambda: Departure(SUBJECTS[subject], DEPARTURES[call]),
+        lambda departure: getattr(departure, call)(),
+        Departure.check,
+    )
+    assert tried > 0
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("subject", ["a sequence", "blocks"])
+@pytest.mark.parametrize("call", DEPARTURES)
+def test_an_interrupt_in_the_recovery_leaves_the_blocks_here_or_gone(call, subject):
+    tried, broken = interrupt_twice_at_random(
+        lambda: Departure(SUBJECTS[subject], DEPARTURES[call]),
+        lambda departure: getattr(departure, call)(),
+        Departure.check,
+        random.Random(call),
+        40,
+    )
+    assert tried > 0
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("call", ["take_room", "adopt", "leave"])
+def test_an_interrupt_in_the_recovery_leaves_an_arrival_that_can_be_dropped(call):
+    def check_arrival(arrival):
+        arrival.site._recover()
+        arrival.check()
+
+    tried, broken = interrupt_twice_at_random(
+        lambda: Arrival(SUBJECTS["blocks"], call),
+        lambda arrival: getattr(arrival, call)(),
+        check_arrival,
+        random.Random(call),
+        40,
     )
     assert tried > 0
     assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"

@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 
-from kv_pool import BlockHasher, BlockPool, CopyFailedError, KVCacheManager, Request
+from kv_pool import BlockHasher, BlockPool, BlockRetention, CopyFailedError, KVCacheManager, Request
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec
 from kv_pool.manager.swap.swapper import BlockSwapper
@@ -17,11 +17,21 @@ HASHER = BlockHasher("sha256", "s", HASH_BLOCK_SIZE)
 class SwapEngine:
     """A manager, a swapper, and the bytes of both pools; computes tokens, and reads back what it wrote."""
 
-    def __init__(self, num_blocks=8, num_host_blocks=8, groups=None, events=False, caching=True, **options):
+    def __init__(
+        self,
+        num_blocks=8,
+        num_host_blocks=8,
+        groups=None,
+        events=False,
+        caching=True,
+        has_retention=False,
+        **options,
+    ):
         groups = [FullAttentionSpec(block_size=HASH_BLOCK_SIZE)] if groups is None else groups
         pool = BlockPool(num_blocks + 1, caching, HASH_BLOCK_SIZE, events)
         host_pool = BlockPool(num_host_blocks + 1, caching, HASH_BLOCK_SIZE, events, medium="CPU")
-        self.manager = KVCacheManager(pool, groups=groups, **options)
+        retention = BlockRetention(pool, lambda: 0.0) if has_retention else None
+        self.manager = KVCacheManager(pool, groups=groups, retention=retention, **options)
         self.swapper = BlockSwapper(self.manager, host_pool)
         num_slots = max(spec.block_size for spec in groups)
         self.device_kv = np.zeros((num_blocks + 1, num_slots), np.uint64)

@@ -50,3 +50,21 @@ def test_an_interrupted_loan_leaves_no_reference_behind(name):
 
     tried, broken = interrupt_everywhere(make, CALLS[name], check)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+def test_an_interrupted_loan_leaves_the_hold_of_other_leases_with_the_same_holder():
+    def make_two():
+        leases = make()
+        others = BlockLeases(leases.block_pool, clock=lambda: 0.0)
+        leases.other = others.lend(blocks(leases.block_pool, 4), 5.0, "one")
+        return leases
+
+    def check(leases):
+        assert not leases.other.hold.is_released
+        leases.other.give_back()
+        invariants.check(leases.block_pool)
+        assert len(leases.block_pool.holds.list_holds()) == len(leases.list_leases())
+
+    tried, broken = interrupt_everywhere(make_two, CALLS["read"], check)
+    assert tried > 0
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"

@@ -94,12 +94,12 @@ class WatchedCache(TieredCache):
                 ]
         return failed
 
-    def hold(self, keys):
+    def hold_onto(self, keys, onto):
         if self.model is not None:
             self.model.hold(keys)
-        super().hold(keys)
+        super().hold_onto(keys, onto)
 
-    def release(self, keys):
+    def release_out_of(self, keys):
         if self.model is not None:
             self.model.release(keys)
-        super().release(keys)
+        super().release_out_of(keys)

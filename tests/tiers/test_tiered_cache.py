@@ -214,7 +214,7 @@ def test_wrong_content_that_a_disk_keeps_is_raised_by_the_next_flush(tmp_path):
             cache.flush()
         cache.flush()
     told = [event for event in manager.take_events() if isinstance(event, BlockRemoved)]
-    assert [event.medium for event in told] == ["GPU", "STORAGE"]
+    assert [event.medium for event in told] == ["STORAGE", "GPU"]
     invariants.check_cache(cache)
     cache.close()
 
@@ -294,7 +294,7 @@ def test_damage_is_noticed_and_named(tmp_path, number, damage):
 @pytest.mark.parametrize(
     ("number", "damage"),
     [
-        ("X7", lambda engine, plan: engine.read_back._open_plans.update(other=plan)),
+        ("X7", lambda engine, plan: engine.read_back._open_plans.by_request.update(other=plan)),
         ("X8", lambda engine, plan: engine.pool.touch(plan.list_blocks()[:1])),
         ("X9", lambda engine, plan: engine.cache.hold(plan.keys[:1])),
     ],

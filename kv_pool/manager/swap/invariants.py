@@ -10,7 +10,7 @@
     W6  an open plan's moves go from distinct blocks to distinct ones; a target has this one reference and
         no hash
     W7  a plan that is listed as open is open, under its own request's id
-    W8  the number of computed tokens is kept for those that are swapped out or in a plan, and nobody else
+    W8  the number of computed tokens is kept for those that are swapped out, and no others
 
 They hold whenever no method is running. `check(swapper)` raises CorruptedPoolError naming the first that
 fails.
@@ -23,7 +23,8 @@ from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.manager.swap.plan import PlanState, SwapDirection, SwapPlan
+from kv_pool.manager.swap.open_plans import PlanState
+from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
 from kv_pool.manager.swap.swapper import BlockSwapper
 
 
@@ -46,11 +47,11 @@ def check_places(swapper: BlockSwapper) -> None:
         # What a scheduler allocates for a request in a plan is refused when the plan is closed.
         if num_places > 1:
             raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
-    for request_id, plan in swapper._open_plans.items():
+    for request_id, plan in swapper._open_plans.by_request.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"W7: {plan!r} is listed as open for request {request_id!r}")
-    kept = swapper._num_computed_tokens.keys()
-    if not set(swapper.list_swapped_out()) <= kept <= plans | set(swapper.list_swapped_out()):
+    kept = swapper._host.num_computed_tokens.keys()
+    if kept != set(swapper.list_swapped_out()):
         raise CorruptedPoolError(f"W8: the computed tokens of {sorted(kept)} are kept")
 
 
@@ -91,7 +92,7 @@ def check_references(swapper: BlockSwapper) -> None:
 def check_tables(swapper: BlockSwapper) -> None:
     """W5."""
     for request_id, tables in swapper._host.tables.items():
-        num_computed = swapper._num_computed_tokens[request_id]
+        num_computed = swapper._host.num_computed_tokens[request_id]
         for spec, table in zip(swapper.manager.groups, tables, strict=True):
             if not all(block.is_null for block in table.blocks[: table.num_null_blocks]):
                 raise CorruptedPoolError(

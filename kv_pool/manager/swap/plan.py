@@ -12,20 +12,21 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.core.holds import Hold
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedError
-from kv_pool.ids import BlockMove
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
+from kv_pool.ids import BlockHashWithGroupId, BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.swap.allocated_tables import AllocatedTables
 from kv_pool.manager.swap.match import Match, count_skipped_blocks, find_key
+from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
 from kv_pool.manager.swap.sides import SwapSide, list_tail_first
 
 if TYPE_CHECKING:
@@ -40,15 +41,7 @@ class SwapDirection(Enum):
     HIT = "hit"
 
 
-class PlanState(Enum):
-    """OPEN -> COMMITTED or ABORTED, once."""
-
-    OPEN = "open"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-
-
-class SwapPlan(ABC):
+class SwapPlan(TwoPhasePlan):
     """Copies to make, and what becomes true when they are made. From `BlockSwapper`.
 
         plan = swapper.swap_out(request)
@@ -71,21 +64,15 @@ class SwapPlan(ABC):
         self,
         request: SchedulableRequest,
         num_computed_tokens: int,
-        pairs: Sequence[tuple[KVCacheBlock, KVCacheBlock]],
         num_shared_blocks: int,
-        on_close: Callable[[SwapPlan], None],
+        open_plans: OpenPlans[SwapPlan],
     ) -> None:
-        self.request_id = request.request_id
-        self.num_computed_tokens = num_computed_tokens
-        self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
+        super().__init__(request, num_computed_tokens)
+        self.moves: list[BlockMove] = []
         self.num_shared_blocks = num_shared_blocks
-        self.state = PlanState.OPEN
-        self._request = request
-        self._pairs = pairs
-        self._on_close = on_close
+        self._open_plans = open_plans
         way = self.direction._value_  # what `value` calls two functions for
         self._reason = f"in an open plan to swap request {self.request_id!r} {way}"
-        self._holds: list[Hold] = []
 
     def commit(self) -> None:
         """The copies are done: the request is where the plan wanted it.
@@ -100,8 +87,8 @@ class SwapPlan(ABC):
                 abort, and look up again. In all cases nothing has changed.
         """
         self._check_open()
-        self._commit()
-        self._close(PlanState.COMMITTED)
+        self._check_commit()
+        self._open_plans.close(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
         """The copies failed, or will not be made: the sources are as before, the targets free.
@@ -113,41 +100,40 @@ class SwapPlan(ABC):
                 changed.
         """
         self._check_open()
-        self._abort()
-        self._close(PlanState.ABORTED)
+        self._check_abort()
+        self._open_plans.close(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
         """Call `copy` with the moves, if there are any, and commit; if it raises, abort and raise that."""
         self._check_open()
+        is_copied = False
         try:
             if self.moves:
                 copy(self.moves)
-        except BaseException:
-            self.abort()
+            is_copied = True
+            self.commit()
+        except BaseException as error:
+            if not self.is_decided and not (is_copied and isinstance(error, KVPoolError)):
+                self.abort()
             raise
-        self.commit()
 
     @abstractmethod
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         """The blocks of this side that the plan holds a reference to, each as often as it does."""
 
     @abstractmethod
-    def _commit(self) -> None: ...
+    def _check_commit(self) -> None:
+        """Raise what `commit` says."""
 
-    @abstractmethod
-    def _abort(self) -> None: ...
+    def _check_abort(self) -> None:
+        """Raise what `abort` says."""
 
     def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
         """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
-        self._holds.append(side.pool.hold(blocks, self._reason))
-
-    def _close(self, state: PlanState) -> None:
-        for hold in self._holds:
-            hold.release()
-        self.state = state
-        self._on_close(self)
+        side.pool.holds.open_onto(blocks, self._reason, self._holds)
 
     def _check_open(self) -> None:
+        self._open_plans.recover()
         if self.state is not PlanState.OPEN:
             raise PlanClosedError(
                 f"the plan to swap request {self.request_id!r} {self.direction.value} was "
@@ -165,9 +151,8 @@ class TablePlan(SwapPlan):
     """A request's tables change sides.
 
     Args:
-        tables: with the source side's blocks, taken out of that side's books.
-        targets: for each group the blocks that take their places, the null block where nothing is kept.
-        match: which of these were there already.
+        tables: the source side's, to be taken out of its books.
+        match: which blocks the target side has already.
     """
 
     def __init__(
@@ -178,24 +163,59 @@ class TablePlan(SwapPlan):
         source: SwapSide,
         target: SwapSide,
         tables: list[BlockTable],
-        targets: list[list[KVCacheBlock]],
         match: Match,
-        on_close: Callable[[SwapPlan], None],
+        open_plans: OpenPlans[SwapPlan],
     ) -> None:
-        pairs = [
-            (before, after)
-            for table, row, found in zip(tables, targets, match.found, strict=True)
-            for before, after, there in zip(table.blocks, row, found, strict=True)
-            if there is None and not after.is_null
-        ]
-        super().__init__(request, num_computed_tokens, pairs, match.num_shared, on_close)
+        super().__init__(request, num_computed_tokens, match.num_shared, open_plans)
         self._groups = groups
         self._source = source
         self._target = target
-        self._tables = tables
-        self._targets = targets
-        self._hold_blocks(source, [block for table in tables for block in table.blocks])
-        self._hold_blocks(target, [block for row in targets for block in row])
+        self._planned = tables
+        self._match = match
+        # What the plan has: references on the target side, the tables, references of the source side.
+        self._taken: list[KVCacheBlock] = []
+        self._tables: list[BlockTable] = []
+        self._sources = [table.blocks for table in tables]
+        # For each group the blocks that take the sources' places, the null block where nothing is kept.
+        self._targets: list[list[KVCacheBlock]] = []
+
+    def open(self) -> bool:
+        # Found ones first: until they are touched, they may be among the blocks that are taken.
+        shared = [block for row in self._match.found for block in row if block is not None]
+        self._target.touch_onto(shared, self._taken)
+        self._target.take_onto(self._taken, self._match.num_new)
+        self._target.pool.store_pending()
+        self._targets = self._list_targets(self._taken[len(shared) :])
+        self._taken = list_tail_first(self._targets)
+        pairs = [
+            (before, after)
+            for row, targets, found in zip(self._sources, self._targets, self._match.found, strict=True)
+            for before, after, there in zip(row, targets, found, strict=True)
+            if there is None and not after.is_null
+        ]
+        self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
+        self._hold_blocks(self._source, [block for row in self._sources for block in row])
+        self._hold_blocks(self._target, [block for row in self._targets for block in row])
+        self._source.pop_tables_onto(self.request_id, self._tables)
+        return True
+
+    def _list_targets(self, new: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
+        """For each group and table entry the block of the target side: found there, new, or null."""
+        taken = iter(new)
+        targets: list[list[KVCacheBlock]] = []
+        for group, table, found in zip(self._groups, self._planned, self._match.found, strict=True):
+            first = count_skipped_blocks(group, table, self.num_computed_tokens)
+            row: list[KVCacheBlock] = []
+            for position, block in enumerate(table.blocks):
+                there = found[position]
+                if there is not None:
+                    row.append(there)
+                elif block.is_null or position < first:
+                    row.append(self._target.pool.null_block)
+                else:
+                    row.append(next(taken))
+            targets.append(row)
+        return targets
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
@@ -205,13 +225,29 @@ class TablePlan(SwapPlan):
             held += list_tail_first(self._targets)
         return held
 
-    def _commit(self) -> None:
+    def _check_commit(self) -> None:
         self._check_absent(self._target)
         if self._target.pool.enable_kv_cache_events:
             check_announceable(self._request)
+
+    def _check_abort(self) -> None:
+        self._check_absent(self._source)
+
+    def _commit(self) -> None:
+        if self._tables:
+            self._change_tables()
+            self._target.put_tables_out_of(self.request_id, self._tables, self.num_computed_tokens)
+        self._source.free_request(self.request_id, self._sources)
+
+    def _abort(self) -> None:
+        self._target.free_out_of(self._taken)
+        if self._tables:
+            self._source.put_tables_out_of(self.request_id, self._tables, self.num_computed_tokens)
+
+    def _change_tables(self) -> None:
+        """Let copies of cached blocks be found, and the tables have the blocks of the target side."""
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             self._cache(group, table, row)
-        sources = [table.blocks for table in self._tables]
         for group, table, row in zip(self._groups, self._tables, self._targets, strict=True):
             num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
             num_full = self.num_computed_tokens // group.block_size
@@ -219,13 +255,6 @@ class TablePlan(SwapPlan):
             table.num_null_blocks = num_skipped
             table.num_cached_blocks = min(table.num_cached_blocks, num_full)
             table.num_edits += 1
-        self._target.put_tables(self.request_id, self._tables)
-        self._source.free_request(self.request_id, sources)
-
-    def _abort(self) -> None:
-        self._check_absent(self._source)
-        self._target.free_blocks(self.list_blocks(self._target))
-        self._source.put_tables(self.request_id, self._tables)
 
     def _check_absent(self, side: SwapSide) -> None:
         if side.holds(self.request_id):
@@ -269,11 +298,11 @@ class SwapInPlan(TablePlan):
 
 
 class HostHitPlan(SwapPlan):
-    """A prefix that the host has, into blocks that the manager has allocated for it.
+    """A prefix that the host has, into blocks that the manager allocates for it.
 
     Args:
-        tables: the request's, taken out of the manager's books.
-        sources: blocks of the host pool, referenced for this plan.
+        hits: for each group the host blocks to be copied, by table position.
+        allocate: see `AllocatedTables`.
     """
 
     direction = SwapDirection.HIT
@@ -285,36 +314,51 @@ class HostHitPlan(SwapPlan):
         manager: KVCacheManager,
         device: SwapSide,
         host: SwapSide,
-        tables: list[BlockTable],
-        pairs: Sequence[tuple[KVCacheBlock, KVCacheBlock]],
-        on_close: Callable[[SwapPlan], None],
+        hits: Sequence[Mapping[int, KVCacheBlock]],
+        allocate: Callable[[], object],
+        open_plans: OpenPlans[SwapPlan],
     ) -> None:
-        super().__init__(request, num_computed_tokens, pairs, 0, on_close)
+        super().__init__(request, num_computed_tokens, 0, open_plans)
         self._manager = manager
         self._device = device
         self._host = host
-        self._tables = tables
+        self._rows = hits
+        self._allocated = AllocatedTables(request, num_computed_tokens, manager, allocate)
+        self._sources: list[KVCacheBlock] = []  # with a reference of this plan
+        self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
+
+    def open(self) -> bool:
+        if not self._allocated.open():
+            return False
+        self._device.pool.store_pending()
+        tables = self._allocated.tables
+        pairs = [
+            (block, table.blocks[position])
+            for table, row in zip(tables, self._rows, strict=True)
+            for position, block in row.items()
+            if not table.blocks[position].is_null
+        ]
+        self._host.touch_onto([source for source, _ in reversed(pairs)], self._sources)
+        self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
         # By what blocks of the device's prefix, and of the host, were hit: one that is found wrong loses it.
         self._hits = [
             (block, block.block_hash)
-            for block in (
-                *(block for table in tables for block in table.blocks),
-                *(pair[0] for pair in pairs),
-            )
+            for block in (*(block for table in tables for block in table.blocks), *self._sources)
             if block.block_hash is not None
         ]
-        self._hold_blocks(device, [block for table in tables for block in table.blocks])
-        self._hold_blocks(host, [source for source, _ in pairs])
+        self._hold_blocks(self._device, [block for table in tables for block in table.blocks])
+        self._hold_blocks(self._host, list(self._sources))
+        return True
 
     def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
         held: list[KVCacheBlock] = []
         if side is self._device:
-            held += list_tail_first([table.blocks for table in self._tables])
+            held += self._allocated.list_blocks()
         if side is self._host:
-            held += [source for source, _ in reversed(self._pairs)]
+            held += self._sources
         return held
 
-    def _commit(self) -> None:
+    def _check_commit(self) -> None:
         if any(block.block_hash != key for block, key in self._hits):
             raise InvalidBlockError(
                 f"a block that request {self.request_id!r} was to begin with has been found wrong meanwhile; "
@@ -322,10 +366,13 @@ class HostHitPlan(SwapPlan):
             )
         if self._device.pool.enable_kv_cache_events:
             check_announceable(self._request)
-        self._manager.put_tables(self.request_id, self._tables)
-        self._manager.cache_blocks(self._request, self.num_computed_tokens)
-        self._host.free_blocks(self.list_blocks(self._host))
+        if self._manager.holds_blocks(self.request_id):
+            raise InvalidArgumentError(f"request {self.request_id!r} has blocks already; free them first")
+
+    def _commit(self) -> None:
+        self._allocated.commit()
+        self._host.free_out_of(self._sources)
 
     def _abort(self) -> None:
-        self._device.free_blocks(self.list_blocks(self._device))
-        self._host.free_blocks(self.list_blocks(self._host))
+        self._allocated.abort()
+        self._host.free_out_of(self._sources)

@@ -10,7 +10,11 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 
 
 class SwapSide(Protocol):
-    """One of the two pools, with the requests whose tables name its blocks."""
+    """One of the two pools, with the requests whose tables name its blocks.
+
+    References and tables move together with the lists that are passed: what a method takes is on the list in
+    the same step, and what it gives back is off it. After an interrupt the method can be called again.
+    """
 
     @property
     def pool(self) -> BlockPoolCore:
@@ -25,19 +29,22 @@ class SwapSide(Protocol):
     def holds(self, request_id: str) -> bool:
         """Has the request tables on this side?"""
 
-    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take free blocks, the next to be reused first. Raises OutOfBlocksError with nothing changed."""
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
+        """Append free blocks, the next to be reused first. Raises OutOfBlocksError with nothing changed."""
 
-    def touch(self, blocks: list[KVCacheBlock]) -> None:
-        """Add one reference to each block."""
+    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
+        """Add one reference to each block, and append the blocks to `onto`."""
 
-    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
         """Drop one reference of each block, the first to be reused first."""
 
-    def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
+    def free_request(self, request_id: str, blocks_by_group: list[list[KVCacheBlock]]) -> None:
         """Drop the references of a request that leaves this side: whole tables, by group."""
 
-    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
+    def pop_tables_onto(self, request_id: str, tables: list[BlockTable]) -> None:
+        """Append the request's tables to `tables`, references included; it has none on this side then."""
+
+    def put_tables_out_of(self, request_id: str, tables: list[BlockTable], num_computed_tokens: int) -> None:
         """Let the request, which has no tables on this side, have these, references included."""
 
 
@@ -61,27 +68,30 @@ class DeviceSide:
     def holds(self, request_id: str) -> bool:
         return self._manager.holds_blocks(request_id)
 
-    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        return self._manager.take_blocks(num_blocks)
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
+        self._manager.take_onto(blocks, num_blocks)
 
-    def touch(self, blocks: list[KVCacheBlock]) -> None:
-        self.pool.touch(blocks)
+    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
+        self.pool.touch_onto(blocks, onto)
         if self._manager.retention is not None:
             self._manager.retention.note_taken(blocks)
 
-    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        self._manager.free_blocks(blocks)
+    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
+        self._manager.free_out_of(blocks)
 
-    def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
+    def free_request(self, request_id: str, blocks_by_group: list[list[KVCacheBlock]]) -> None:
         retention = self._manager.retention
         if retention is not None and retention.is_active:
             for group_id, blocks in enumerate(blocks_by_group):
-                retention.free_table(request_id, group_id, 0, list(blocks))
+                retention.free_table(request_id, group_id, 0, blocks)
             return
-        self.free_blocks(list_tail_first(blocks_by_group))
+        self.free_out_of(join_tail_first(blocks_by_group))
 
-    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
-        self._manager.put_tables(request_id, tables)
+    def pop_tables_onto(self, request_id: str, tables: list[BlockTable]) -> None:
+        self._manager.pop_tables_onto(request_id, tables)
+
+    def put_tables_out_of(self, request_id: str, tables: list[BlockTable], num_computed_tokens: int) -> None:
+        self._manager.put_tables_out_of(request_id, tables)
 
 
 class HostSide:
@@ -89,11 +99,13 @@ class HostSide:
 
     Attributes:
         tables: by request, one table for each group; its blocks are the host pool's.
+        num_computed_tokens: of the same requests.
     """
 
     def __init__(self, pool: BlockPoolCore) -> None:
         self._pool = pool
         self.tables: dict[str, list[BlockTable]] = {}
+        self.num_computed_tokens: dict[str, int] = {}
 
     @property
     def pool(self) -> BlockPoolCore:
@@ -108,20 +120,35 @@ class HostSide:
     def holds(self, request_id: str) -> bool:
         return request_id in self.tables
 
-    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        return self._pool.get_new_blocks(num_blocks)
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
+        self._pool.take_onto(blocks, num_blocks)
 
-    def touch(self, blocks: list[KVCacheBlock]) -> None:
-        self._pool.touch(blocks)
+    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
+        self._pool.touch_onto(blocks, onto)
 
-    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        self._pool.free_blocks(blocks)
+    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
+        self._pool.free_out_of(blocks)
 
-    def free_request(self, request_id: str, blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> None:
-        self.free_blocks(list_tail_first(blocks_by_group))
+    def free_request(self, request_id: str, blocks_by_group: list[list[KVCacheBlock]]) -> None:
+        self.free_out_of(join_tail_first(blocks_by_group))
 
-    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
-        self.tables[request_id] = tables
+    def pop_tables_onto(self, request_id: str, tables: list[BlockTable]) -> None:
+        tables += self.tables[request_id]  # no call from here on
+        del self.tables[request_id]
+        del self.num_computed_tokens[request_id]
+
+    def put_tables_out_of(self, request_id: str, tables: list[BlockTable], num_computed_tokens: int) -> None:
+        put = tables.copy()  # no call from here on
+        self.tables[request_id] = put
+        self.num_computed_tokens[request_id] = num_computed_tokens
+        del tables[:]
+
+
+def join_tail_first(blocks_by_group: list[list[KVCacheBlock]]) -> list[KVCacheBlock]:
+    """As `list_tail_first`; `blocks_by_group` has this list, and no other, afterwards, in the same step."""
+    joined = list_tail_first(blocks_by_group)
+    blocks_by_group[:] = [joined]
+    return joined
 
 
 def list_tail_first(blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:

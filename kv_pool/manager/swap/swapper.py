@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kv_pool.core.block import KVCacheBlock
@@ -17,7 +18,8 @@ from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.request import SchedulableRequest
 from kv_pool.manager.swap.host_prefix import HostPrefixes
-from kv_pool.manager.swap.match import Match, count_skipped_blocks, match_tables
+from kv_pool.manager.swap.match import Match, match_tables
+from kv_pool.manager.swap.open_plans import OpenPlans
 from kv_pool.manager.swap.plan import HostHitPlan, SwapInPlan, SwapOutPlan, SwapPlan
 from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide
 
@@ -48,6 +50,9 @@ class BlockSwapper:
     Call it between two steps, when each request's `num_computed_tokens` counts what is in its blocks, and
     with the copies of `take_block_copies` applied; a swapped request keeps its `num_computed_tokens`. Not
     safe for several threads. See `SwapPlan` for what may be done while a plan is open.
+
+    A call that a signal handler's exception interrupts is undone or completed, at the latest by the next
+    call; a plan that was opened is in `list_open_plans()`.
     """
 
     def __init__(self, manager: KVCacheManager, host_pool: BlockPoolCore) -> None:
@@ -69,8 +74,10 @@ class BlockSwapper:
             for group_id, spec in enumerate(manager.groups)
         ]
         self._prefixes = HostPrefixes(host_pool, self._groups, manager.alignment)
-        self._num_computed_tokens: dict[str, int] = {}
-        self._open_plans: dict[str, SwapPlan] = {}
+        self._open_plans: OpenPlans[SwapPlan] = OpenPlans()
+        # What an interrupted call leaves for `_recover`: a dropped request, and whether there was a reset.
+        self._dropped: tuple[str, list[list[KVCacheBlock]]] | None = None
+        self._is_resetting = False
         # For each reset since events were taken, the last event of the device and of the host by its end.
         self._resets: list[tuple[KVCacheEvent, KVCacheEvent]] = []
 
@@ -78,21 +85,22 @@ class BlockSwapper:
 
     def is_swapped_out(self, request_id: str) -> bool:
         """Whether the request's blocks are on the host, with no plan open for it."""
+        self._recover()
         return self._host.holds(request_id)
 
     def list_swapped_out(self) -> list[str]:
         """The requests that are swapped out, in the order in which they were."""
+        self._recover()
         return list(self._host.tables)
 
     def list_open_plans(self) -> list[SwapPlan]:
         """Plans that were neither committed nor aborted, oldest first."""
-        return list(self._open_plans.values())
+        self._recover()
+        return list(self._open_plans.by_request.values())
 
     def list_device_ids_in_flight(self) -> list[int]:
         """Ids of the device blocks that open plans use; the plans hold them in place (`BlockPool.holds`)."""
-        return [
-            block.block_id for plan in self._open_plans.values() for block in plan.list_blocks(self._device)
-        ]
+        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks(self._device)]
 
     def get_host_block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
         """The block table of a request that is swapped out, in ids of the host pool, 0 for nothing.
@@ -178,13 +186,10 @@ class BlockSwapper:
         match = match_tables(request, self._groups, tables, num_computed, self._host)
         if self._judge(self._host, match, 0, 0) is not AllocStatus.OK:
             return None
-        targets = self._take_targets(tables, num_computed, match, self._host)
-        self.manager.pop_tables(request.request_id)
         plan = SwapOutPlan(
-            request, num_computed, self._groups, self._device, self._host, tables, targets, match, self._close
+            request, num_computed, self._groups, self._device, self._host, tables, match, self._open_plans
         )
-        self._num_computed_tokens[request.request_id] = num_computed
-        return self._open(plan)
+        return plan if self._open_plans.open(plan) else None
 
     def swap_in(
         self,
@@ -213,12 +218,10 @@ class BlockSwapper:
         num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
         if self._judge(self._device, match, num_more, self._count_to_leave()) is not AllocStatus.OK:
             return None
-        targets = self._take_targets(tables, num_computed, match, self._device)
-        del self._host.tables[request.request_id]
         plan = SwapInPlan(
-            request, num_computed, self._groups, self._host, self._device, tables, targets, match, self._close
+            request, num_computed, self._groups, self._host, self._device, tables, match, self._open_plans
         )
-        return self._open(plan)
+        return plan if self._open_plans.open(plan) else None
 
     def plan_host_hit(
         self,
@@ -272,7 +275,8 @@ class BlockSwapper:
                 f"the host has not all of tokens {num_device_tokens} to {end} of request {request_id!r} (any "
                 "more); call find_host_prefix() again"
             )
-        added = self.manager.allocate_slots(
+        allocate = partial(
+            self.manager.allocate_slots,
             request,
             num_new_tokens,
             cached_prefix,
@@ -280,19 +284,10 @@ class BlockSwapper:
             delay_cache_blocks=True,
             **options,
         )
-        if added is None:
-            return None
-        self.manager.block_pool.store_pending()
-        tables = self.manager.pop_tables(request_id)
-        pairs = [
-            (block, table.blocks[position])
-            for table, row in zip(tables, hits, strict=True)
-            for position, block in row.items()
-            if not table.blocks[position].is_null
-        ]
-        self._host.touch([source for source, _ in pairs])
-        plan = HostHitPlan(request, end, self.manager, self._device, self._host, tables, pairs, self._close)
-        return self._open(plan)
+        plan = HostHitPlan(
+            request, end, self.manager, self._device, self._host, hits, allocate, self._open_plans
+        )
+        return plan if self._open_plans.open(plan) else None
 
     # ---- giving up -------------------------------------------------------------------------------
 
@@ -304,23 +299,28 @@ class BlockSwapper:
             InvalidArgumentError: it is not swapped out, or a plan for it is open: close that, then free the
                 request where it is. Nothing has changed.
         """
-        tables = self._tables_of(request.request_id)
-        del self._host.tables[request.request_id]
-        del self._num_computed_tokens[request.request_id]
-        self._host.free_request(request.request_id, [table.blocks for table in tables])
-        retention = self.manager.retention
-        if retention is not None:
-            retention.forget_request(request.request_id)
+        request_id = request.request_id
+        blocks = [table.blocks for table in self._tables_of(request_id)]
+        try:
+            self._dropped = request_id, blocks  # no call in between
+            del self._host.tables[request_id]
+            del self._host.num_computed_tokens[request_id]
+            self._recover()
+        except BaseException:
+            self._recover()
+            raise
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix on both sides; False, with nothing changed, while any request holds blocks."""
-        if self._host.tables or self._open_plans or not self.manager.reset_prefix_cache():
+        self._recover()
+        if self._host.tables or self._open_plans.by_request:
             return False
-        is_done = self.host_pool.reset_prefix_cache()
-        device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
-        if device_events and host_events:
-            self._resets.append((device_events[-1], host_events[-1]))
-        return is_done
+        try:
+            self._is_resetting = True
+            return self._reset_both()
+        except BaseException:
+            self._recover()
+            raise
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events of both pools since the last call: the device's, then the host's, each in its order.
@@ -341,46 +341,26 @@ class BlockSwapper:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _open(self, plan: SwapPlan) -> SwapPlan:
-        self._open_plans[plan.request_id] = plan
-        return plan
+    def _recover(self) -> None:
+        """Undo or complete what an exception interrupted; may itself be interrupted."""
+        self._open_plans.recover()
+        if self._dropped is not None:
+            request_id, blocks = self._dropped
+            self._host.free_request(request_id, blocks)
+            if self.manager.retention is not None:
+                self.manager.retention.forget_request(request_id)
+            self._dropped = None
+        if self._is_resetting:
+            self._reset_both()
 
-    def _close(self, plan: SwapPlan) -> None:
-        del self._open_plans[plan.request_id]
-        if not self._host.holds(plan.request_id):
-            self._num_computed_tokens.pop(plan.request_id, None)
-
-    def _take_targets(
-        self, tables: list[BlockTable], num_computed: int, match: Match, side: SwapSide
-    ) -> list[list[KVCacheBlock]]:
-        """Touch what was found on this side, and take blocks for the rest.
-
-        Returns:
-            For each group and table entry one, the null block where nothing is kept.
-        """
-        # Found ones first: until they are touched, they may be among the blocks that are taken.
-        shared = [block for row in match.found for block in row if block is not None]
-        side.touch(shared)
-        try:
-            taken = iter(side.take_blocks(match.num_new))
-        except BaseException:  # of whoever watches for reuse
-            side.free_blocks(shared)
-            raise
-        side.pool.store_pending()
-        targets: list[list[KVCacheBlock]] = []
-        for group, table, found in zip(self._groups, tables, match.found, strict=True):
-            first = count_skipped_blocks(group, table, num_computed)
-            row: list[KVCacheBlock] = []
-            for position, block in enumerate(table.blocks):
-                there = found[position]
-                if there is not None:
-                    row.append(there)
-                elif block.is_null or position < first:
-                    row.append(side.pool.null_block)
-                else:
-                    row.append(next(taken))
-            targets.append(row)
-        return targets
+    def _reset_both(self) -> bool:
+        is_done = self.manager.reset_prefix_cache() and self.host_pool.reset_prefix_cache()
+        device_events, host_events = self.manager.block_pool.kv_event_queue, self.host_pool.kv_event_queue
+        if is_done and device_events and host_events:
+            ends = device_events[-1], host_events[-1]
+            self._resets += [ends]
+        self._is_resetting = False
+        return is_done
 
     def _judge(self, side: SwapSide, match: Match, num_more: int, num_to_leave: int) -> AllocStatus:
         if match.num_new + match.num_shared + num_more > side.pool.num_gpu_blocks - 1:
@@ -437,7 +417,7 @@ class BlockSwapper:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} is swapped out and has device blocks, too; free these first"
             )
-        num_computed = self._num_computed_tokens[request.request_id]
+        num_computed = self._host.num_computed_tokens[request.request_id]
         if request.num_computed_tokens != num_computed:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} says {request.num_computed_tokens} tokens are computed; it "
@@ -446,7 +426,8 @@ class BlockSwapper:
         return tables
 
     def _check_elsewhere(self, request_id: str) -> None:
-        plan = self._open_plans.get(request_id)
+        self._recover()
+        plan = self._open_plans.by_request.get(request_id)
         if plan is not None:
             raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
         if self._host.holds(request_id):
@@ -460,9 +441,10 @@ class BlockSwapper:
             )
 
     def _tables_of(self, request_id: str) -> list[BlockTable]:
+        self._recover()
         tables = self._host.tables.get(request_id)
         if tables is None:
-            plan = self._open_plans.get(request_id)
+            plan = self._open_plans.by_request.get(request_id)
             raise InvalidArgumentError(
                 f"request {request_id!r} is not swapped out"
                 + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")

@@ -1,11 +1,16 @@
 """Calls of a `BlockRetention` that a signal handler breaks off: each block is kept, in use or free."""
 
+import contextlib
+import random
+
 import pytest
-from interrupting import interrupt_everywhere
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool import BlockHasher, BlockPool, BlockRetention, KVCacheManager, Request, RetentionDirective
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
+from kv_pool.core.mode import COMPILED
+from kv_pool.errors import KVPoolError
 from kv_pool.manager.invariants import check_leases, check_manager, check_retention
 from kv_pool.manager.leases import BlockLeases
 
@@ -139,4 +144,19 @@ CALLS = {**RETENTION_CALLS, **MANAGER_CALLS, **LEASE_CALLS}
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_each_block_kept_in_use_or_free(name, pool):
     tried, broken = interrupt_everywhere(lambda: Bench(POOLS[pool]), CALLS[name], Bench.check)
+    assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("pool", ["blocks", pytest.param("runs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_in_the_recovery_leaves_each_block_kept_in_use_or_free(name, pool):
+    def check(bench):
+        with contextlib.suppress(KVPoolError):
+            bench.manager.allocate_slots(bench.requests["running"], 0)
+        bench.leases.expire()
+        bench.check()
+
+    rng = random.Random(f"{name} {pool}")
+    tried, broken = interrupt_twice_at_random(lambda: Bench(POOLS[pool]), CALLS[name], check, rng, 20)
+    assert tried > 0 or COMPILED
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"

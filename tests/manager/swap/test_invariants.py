@@ -3,7 +3,7 @@ from manager.swap_engine import SwapEngine
 
 from kv_pool import BlockMove, CorruptedPoolError
 from kv_pool.manager.swap import invariants as swap_invariants
-from kv_pool.manager.swap.plan import PlanState
+from kv_pool.manager.swap.open_plans import PlanState
 
 
 def make_engine():
@@ -21,7 +21,7 @@ def make_engine():
 
 def be_in_two_places(engine):
     engine.swapper._host.tables["running"] = []
-    engine.swapper._num_computed_tokens["running"] = 10
+    engine.swapper._host.num_computed_tokens["running"] = 10
 
 
 def lose_a_host_reference(engine):
@@ -64,7 +64,7 @@ def list_a_closed_plan(engine):
 
 
 def forget_what_was_computed(engine):
-    del engine.swapper._num_computed_tokens["swapped"]
+    del engine.swapper._host.num_computed_tokens["swapped"]
 
 
 @pytest.mark.parametrize(

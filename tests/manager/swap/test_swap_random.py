@@ -297,7 +297,7 @@ class Life:
         self.check()
         for pool in (self.engine.manager.block_pool, self.swapper.host_pool):
             assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert self.swapper._num_computed_tokens == {}
+        assert self.swapper._host.num_computed_tokens == {}
         self.swapper.take_events()
         assert self.swapper.reset_prefix_cache()
 

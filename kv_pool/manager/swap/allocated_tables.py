@@ -1,0 +1,75 @@
+"""`AllocatedTables`: the block tables of a new request, until their content is there."""
+
+from collections.abc import Callable
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.swap.sides import list_tail_first
+
+
+class AllocatedTables:
+    """What a plan to read a prefix from elsewhere has on the device.
+
+    Args:
+        manager: whose request it is.
+        num_computed_tokens: tokens whose content is there at the commit.
+        allocate: calls `manager.allocate_slots` for the request; None if there is no room.
+
+    Attributes:
+        tables: empty before `open`, and after `commit` or `abort`.
+
+    Each method may be called again, where an exception interrupted it.
+    """
+
+    def __init__(
+        self,
+        request: SchedulableRequest,
+        num_computed_tokens: int,
+        manager: KVCacheManager,
+        allocate: Callable[[], object],
+    ) -> None:
+        self.tables: list[BlockTable] = []
+        self._request = request
+        self._num_computed_tokens = num_computed_tokens
+        self._manager = manager
+        self._allocate = allocate
+        self._first_table: BlockTable | None = None
+        self._leaving: list[KVCacheBlock] = []  # references to give back
+
+    def open(self) -> bool:
+        """Allocate; False if there is no room."""
+        manager = self._manager
+        request_id = self._request.request_id
+        try:
+            if self._allocate() is None:
+                return False
+            manager.pop_tables_onto(request_id, self.tables)
+        except BaseException:
+            if not self.tables and manager.holds_blocks(request_id):
+                manager.pop_tables_onto(request_id, self.tables)
+            raise
+        self._first_table = self.tables[0]
+        return True
+
+    def list_blocks(self) -> list[KVCacheBlock]:
+        """The blocks that are referenced, those to be reused first in front."""
+        return list_tail_first([table.blocks for table in self.tables])
+
+    def commit(self) -> None:
+        """Give the tables to the manager, and let the blocks with content be found."""
+        manager = self._manager
+        request_id = self._request.request_id
+        if self.tables:
+            manager.put_tables_out_of(request_id, self.tables)
+        if manager.holds_blocks(request_id) and manager.get_table(request_id) is self._first_table:
+            manager.cache_blocks(self._request, self._num_computed_tokens)
+
+    def abort(self) -> None:
+        """Free the blocks."""
+        if self.tables:
+            leaving = self.list_blocks()
+            self._leaving = leaving  # no call in between
+            self.tables = []
+        self._manager.free_out_of(self._leaving)
