@@ -19,7 +19,7 @@ from bench_block_pool import describe_run, find_version, summarize
 from bench_event_stream import FREE_PORT, make_batches
 
 import kv_pool
-from kv_pool.core.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stored_spans import take_span
@@ -27,6 +27,15 @@ from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
 
 Batches = list[list[KVCacheEvent]]
+
+
+def join_removals(batches: Batches) -> Batches:
+    """The batches as a pool with `dense_events` makes them: what one call evicts is in one event."""
+    joined: Batches = []
+    for *removals, stored in batches:
+        hashes = [block_hash for event in removals for block_hash in event.block_hashes]
+        joined.append([BlockRemoved(hashes, removals[0].medium, removals[0].group_idx), stored])
+    return joined
 
 
 def make_small_batches(seed: int) -> Batches:
@@ -47,7 +56,8 @@ def make_small_batches(seed: int) -> Batches:
 class Ours:
     """Our publisher, with a state or without."""
 
-    def __init__(self, state: StreamState | None) -> None:
+    def __init__(self, state: StreamState | None, is_dense: bool = False) -> None:
+        self.is_dense = is_dense
         config = PublisherConfig(
             endpoint=FREE_PORT,
             replay_endpoint=FREE_PORT,
@@ -63,7 +73,10 @@ class Ours:
         self.close = self.publisher.close
 
     def convert(self, batches: Batches) -> list[list[Any]]:
-        return [list(batch) for batch in batches]
+        return join_removals(batches) if self.is_dense else [list(batch) for batch in batches]
+
+    def make_clear(self) -> list[Any]:
+        return [AllBlocksCleared()]
 
 
 class OfVllm:
@@ -91,6 +104,9 @@ class OfVllm:
     def convert(self, batches: Batches) -> list[list[Any]]:
         return [[self.convert_event(event) for event in batch] for batch in batches]
 
+    def make_clear(self) -> list[Any]:
+        return [self.classes.AllBlocksCleared()]
+
     def convert_event(self, event: KVCacheEvent) -> Any:
         own = getattr(self.classes, type(event).__name__)
         return own(**{name: getattr(event, name) for name in event.__struct_fields__})
@@ -111,7 +127,7 @@ def measure(make_publisher: Callable[[], Any], batches: Batches, num_batches: in
     """Publish to a subscriber in another process; batches a second until the last has come there."""
     publisher = make_publisher()
     converted = publisher.convert(batches)
-    (clear,) = publisher.convert([[AllBlocksCleared()]])
+    clear = publisher.make_clear()
     command = [sys.executable, bench_event_stream.__file__, "--child-subscriber", publisher.endpoint]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -156,6 +172,7 @@ def main() -> None:
     options = parse_options()
     makers: dict[str, Callable[[], Any]] = {
         "kv_pool, StreamState": lambda: Ours(StreamState()),
+        "kv_pool, dense pool": lambda: Ours(StreamState(), is_dense=True),
         "kv_pool, no state": lambda: Ours(None),
     }
     if has_vllm():

@@ -163,7 +163,11 @@ class GPUKVPool(KVPoolProtocol):
         self.reserved_blocks = reserved_blocks
         self.run_length = run_length
         self.block_pool = RunBlockPool(
-            total_blocks + 1, enable_caching, block_size, enable_kv_cache_events=enable_kv_cache_events
+            total_blocks + 1,
+            enable_caching,
+            block_size,
+            enable_kv_cache_events=enable_kv_cache_events,
+            dense_events=True,
         )
         self.storage = storage
         self._may_evict = eviction_policy is not None

@@ -34,7 +34,8 @@ class BlockPool(BlockPoolCore):
         event_types: the classes of the events, where the engine has its own.
         use_int_block_hashes: events carry the last 8 bytes of a hash as an integer; False: all its bytes.
         dense_events: each `BlockStored` has the tokens of its blocks and no others: where null or masked
-            blocks lie between them, there are several. False, as in vLLM: one, whose tokens span them.
+            blocks lie between them, there are several. Blocks of a group that one call evicts are in one
+            `BlockRemoved`. False, as in vLLM: one store, whose tokens span all, and a removal for each block.
 
     Attributes:
         blocks: all blocks; a block's id is its index.

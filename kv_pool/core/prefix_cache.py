@@ -797,7 +797,10 @@ def evict_all(pool: PrefixCache, blocks: list[KVCacheBlock]) -> None:
 
 
 def announce_removed(pool: PrefixCache) -> None:
-    """Append one `BlockRemoved` for each key in `_unannounced`, and empty that."""
+    """Append `BlockRemoved` events for the keys in `_unannounced`, and empty that.
+
+    One for each key; with `dense_events` one for all in a row of one group, as long as no hash repeats.
+    """
     keys = pool._unannounced
     events = pool.kv_event_queue
     medium = pool.medium
@@ -810,14 +813,35 @@ def announce_removed(pool: PrefixCache) -> None:
     suffix = keys[0][-4:]
     group_id = get_group_id(keys[0])
     made: list[Any] = []
-    for key, block_hash in zip(keys, hashes):  # noqa: B905 (mypyc makes a loop of this only)
-        if not key.endswith(suffix):
-            suffix = key[-4:]
-            group_id = get_group_id(key)
-        made.append(make_removed([block_hash], medium, group_id))
+    if pool.dense_events:
+        join_removed(pool, keys, hashes, made)
+    else:
+        for key, block_hash in zip(keys, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+            if not key.endswith(suffix):
+                suffix = key[-4:]
+                group_id = get_group_id(key)
+            made.append(make_removed([block_hash], medium, group_id))
     nothing: list[BlockHashWithGroupId] = []
     events += made
     pool._unannounced = nothing
+
+
+def join_removed(
+    pool: PrefixCache, keys: list[BlockHashWithGroupId], hashes: list[Any], made: list[Any]
+) -> None:
+    """Append one `BlockRemoved` for all keys in a row of one group, as long as no hash repeats."""
+    make_removed = pool._removed_type
+    suffix = keys[0][-4:]
+    group_id = get_group_id(keys[0])
+    seen: dict[Any, None] = {}
+    for key, block_hash in zip(keys, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+        if block_hash in seen or not key.endswith(suffix):
+            made.append(make_removed(list(seen), pool.medium, group_id))
+            seen = {}
+            suffix = key[-4:]
+            group_id = get_group_id(key)
+        seen[block_hash] = None
+    made.append(make_removed(list(seen), pool.medium, group_id))
 
 
 def drop_keys(pool: PrefixCache, block: KVCacheBlock, dropped: list[BlockHashWithGroupId] | None) -> None:

@@ -126,7 +126,9 @@ def run_replay(
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens)
-    pool = pool_class(settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None)
+    pool = pool_class(
+        settings.num_blocks + 1, True, block_size, enable_kv_cache_events=feed is not None, dense_events=True
+    )
     keeper = None
     if settings.keep_session_s or settings.keep_prefix_tokens:
         keeper = Keeper(pool, settings.keep_session_s, settings.keep_prefix_tokens)

@@ -540,6 +540,18 @@ def test_dense_events_have_the_tokens_of_their_blocks_and_no_others(mask, expect
     ]
 
 
+def test_dense_events_join_what_one_call_evicts_unless_the_group_changes_or_a_hash_repeats():
+    pool = make_pool("free: 7 | in use: 1 2 3 4 5 6", enable_kv_cache_events=True, dense_events=True)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2, 3), 0, 3, 4, 0)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 4), 0, 1, 4, 0)
+    pool.cache_full_blocks(REQUEST, blocks(pool, 5, 6), 0, 2, 4, 1)
+    pool.take_events()
+    pool.free_blocks(blocks(pool, 3, 2, 1, 4, 6, 5))
+    pool.get_new_blocks(7)
+    removals = [(event.group_idx, len(event.block_hashes)) for event in pool.take_events()]
+    assert removals == [(0, 3), (0, 1), (1, 2)]
+
+
 def test_reported_hits_can_be_told_from_stored_blocks_but_not_on_the_wire():
     pool = make_chain(enable_kv_cache_events=True)
     pool.emit_cached_block_events(REQUEST, 2, 4, 0)

@@ -128,7 +128,8 @@ def test_with_a_feed_the_events_tell_all_that_the_report_counts(trace, clock):
     report = run_replay(settings, feed=EventFeed(publisher))
     events = [event for batch in publisher.batches for event in batch]
     assert len(publisher.batches) == report.requests + 1
-    assert sum(isinstance(event, BlockRemoved) for event in events) == report.evictions > 0
+    removals = [event for event in events if isinstance(event, BlockRemoved)]
+    assert sum(len(event.block_hashes) for event in removals) == report.evictions > 0
     assert count(report) == count(run_replay(settings))
 
 
