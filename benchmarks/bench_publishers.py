@@ -32,7 +32,8 @@ Batches = list[list[KVCacheEvent]]
 def join_removals(batches: Batches) -> Batches:
     """The batches as a pool with `dense_events` makes them: what one call evicts is in one event."""
     joined: Batches = []
-    for *removals, stored in batches:
+    for *events, stored in batches:
+        removals = [event for event in events if isinstance(event, BlockRemoved)]
         hashes = [block_hash for event in removals for block_hash in event.block_hashes]
         joined.append([BlockRemoved(hashes, removals[0].medium, removals[0].group_idx), stored])
     return joined

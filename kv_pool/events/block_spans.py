@@ -118,7 +118,7 @@ def trim(span: BlockSpan) -> None:
     tokens = span.tokens
     if tokens is not None:
         size: int = span.kind.block_size
-        tokens = pack_tokens(unpack_tokens(tokens, num_held * size)[start * size : end * size])
+        tokens = pack_tokens(unpack_tokens(tokens)[start * size : end * size])
     parent = find_parent(span, span.start)
     hashes = span.hashes[start:end]
     extra_keys = span.extra_keys and span.extra_keys[start:end]
@@ -148,42 +148,38 @@ def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
 def grow(span: BlockSpan, block_hash: Any, tokens: Any) -> None:
     """Append a block. O(blocks of the span)."""
     if tokens is not None:
-        tokens = span.tokens + tokens
+        size: int = span.kind.block_size
+        tokens = join_tokens(span.tokens, len(span.hashes) * size, tokens, size)
     span.hashes = (*span.hashes, block_hash)
     span.tokens = tokens
     span.end += 1
     span.positions = None
 
 
-def encode_tokens(token_ids: Sequence[int]) -> bytes | None:
+def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
     """Return token ids as a msgpack array; None for what cannot be in one."""
     try:
-        encoded: bytes = _encode(token_ids)
+        packed: bytes = _encode(token_ids)
     except (TypeError, OverflowError, MsgspecError):
         return None
-    return encoded
+    return packed
 
 
-def drop_header(encoded: bytes, num_tokens: i64) -> bytes:
-    """Return the elements of a msgpack array of this length without its header."""
-    if num_tokens < 16:
-        return encoded[1:]
-    return encoded[3:] if num_tokens < 65536 else encoded[5:]
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
-    """Return token ids as the elements of a msgpack array; None for what cannot be in one.
-
-    Those of neighbouring blocks are appended to each other.
-    """
-    encoded = encode_tokens(token_ids)
-    return None if encoded is None else drop_header(encoded, len(token_ids))
-
-
-def unpack_tokens(packed: bytes, num_tokens: int) -> list[int]:
+def unpack_tokens(packed: bytes) -> list[int]:
     """Return the token ids of which `pack_tokens` made these bytes."""
-    token_ids: list[int] = _decode(b"\xdd" + num_tokens.to_bytes(4, "big") + packed)
+    token_ids: list[int] = _decode(packed)
     return token_ids
+
+
+def join_tokens(packed: bytes, num_tokens: int, following: bytes, num_following: int) -> bytes:
+    """Return two results of `pack_tokens`, of these numbers of tokens, as one."""
+    header = b"\xdd" + (num_tokens + num_following).to_bytes(4, "big")
+    return header + packed[measure_header(packed) :] + following[measure_header(following) :]
+
+
+def measure_header(packed: bytes) -> int:
+    """Return how many bytes of a msgpack array come before its elements."""
+    return {0xDC: 3, 0xDD: 5}.get(packed[0], 1)
 
 
 @mypyc_attr(acyclic=True)

@@ -139,8 +139,7 @@ def make_event(place: Place, hashes: list[ExternalBlockHash], blocks: list[Resid
     lookahead: list[Any] = []
     for span, start, end in list_runs(blocks):
         if span.tokens is not None:
-            tokens = unpack_tokens(span.tokens, len(span.hashes) * size)
-            token_ids += tokens[start * size : end * size]
+            token_ids += unpack_tokens(span.tokens)[start * size : end * size]
         extra_keys += span.extra_keys[start:end] if span.extra_keys else [None] * (end - start)
         lookahead += span.lookahead_token_ids[start:end] if span.lookahead_token_ids else []
     return BlockStored(

@@ -20,8 +20,6 @@ from kv_pool.events.block_spans import (
     ResidentBlock,
     can_grow,
     copy_span,
-    drop_header,
-    encode_tokens,
     find_parent,
     grow,
     pack_tokens,
@@ -152,9 +150,9 @@ class PlaceBlocks:
         if num_blocks == 1 and extra_keys is None and lookahead_token_ids is None and parent is not None:
             before = spans.get(parent)
             if before is not None and can_grow(before, parent, kind):
-                encoded = None if token_ids is None else encode_tokens(token_ids)
-                if (encoded is None) == (before.tokens is None):
-                    return self.store_next(before, first, encoded, 0 if token_ids is None else len(token_ids))
+                packed = None if token_ids is None else pack_tokens(token_ids)
+                if (packed is None) == (before.tokens is None):
+                    return self.store_next(before, first, packed)
         span = BlockSpan(
             tuple(hashes),
             None if parent == first else parent,
@@ -171,19 +169,14 @@ class PlaceBlocks:
             and num_blocks <= MAX_SPAN_BLOCKS
         ):
             if token_ids is not None:
-                encoded = encode_tokens(token_ids)
-                if encoded is not None:
-                    span.tokens = drop_header(encoded, len(token_ids))
-                    self.packed = encoded
+                span.tokens = self.packed = pack_tokens(token_ids)
             if self.tails:
                 self.has_tails = self.attach_tails(hashes)
             self.add_span(span)
             return None
         return self.store_parts(span, found, token_ids)
 
-    def store_next(
-        self, span: BlockSpan, block_hash: Any, encoded: bytes | None, num_tokens: int
-    ) -> list[int] | None:
+    def store_next(self, span: BlockSpan, block_hash: Any, packed: bytes | None) -> list[int] | None:
         """Add one copy of a hash that follows the last one of a span; return as `store`."""
         spans = self.spans
         num_before = len(spans)
@@ -191,8 +184,8 @@ class PlaceBlocks:
         if len(spans) == num_before:
             self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
             return []
-        grow(span, block_hash, None if encoded is None else drop_header(encoded, num_tokens))
-        self.packed = encoded
+        grow(span, block_hash, packed)
+        self.packed = packed
         if self.tails:
             self.has_tails = self.attach_tails([block_hash])
         if self.changes is not None:

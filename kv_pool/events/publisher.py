@@ -31,6 +31,9 @@ _Published = tuple[int, float, list[KVCacheEvent]]
 """A batch on its way to the publisher's thread: how many were published before it, dropped ones included;
 when; its events. A plain tuple, since the pool's thread makes it."""
 
+MAX_SENT_TOGETHER = 8
+"""Batches that wait for each other; the first of them for less than a millisecond."""
+
 _CLOSE = None
 """Stands in the queue behind the last batch."""
 
@@ -255,19 +258,31 @@ class ZMQEventPublisher:
                 if wait_s < left_s:
                     continue
                 self._skip_to(self._find_next_number())
-                self._handle(self._clock(), [])
+                beat: list[tuple[int, bytes]] = []
+                self._prepare(self._clock(), [], beat)
+                self._send(beat)
                 sent_s = time.monotonic()
                 continue
+            # What is queued is prepared first and sent together: ZeroMQ's thread is woken once for all of it.
+            ready: list[tuple[int, bytes]] = []
+            while published is not None:
+                number, ts, events = published
+                if time.monotonic() >= self._give_up_s:
+                    self._count_dropped(events)
+                else:
+                    self._skip_to(number)
+                    self._expected_number = number + 1
+                    self._prepare(ts, events, ready)
+                if len(ready) == MAX_SENT_TOGETHER:
+                    break
+                try:
+                    published = self._queue.get_nowait()
+                except Empty:
+                    break
+            self._send(ready)
+            sent_s = time.monotonic()
             if published is _CLOSE:
                 break
-            number, ts, events = published
-            if time.monotonic() >= self._give_up_s:
-                self._count_dropped(events)
-                continue
-            self._skip_to(number)
-            self._expected_number = number + 1
-            self._handle(ts, events)
-            sent_s = time.monotonic()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -289,23 +304,31 @@ class ZMQEventPublisher:
             self._must_clear = True
         self._expected_number = number
 
-    def _handle(self, ts: float, events: list[KVCacheEvent]) -> None:
-        """Send one batch, or leave a hole where it would have been. Never raises."""
+    def _prepare(self, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]) -> None:
+        """Append one batch to those that are to be sent, or leave a hole in its place. Never raises."""
         sequence = self._buffer.last_sequence + 1
         try:
             if self._state is not None:
                 events = self._apply(self._state, events, sequence)
             else:
                 self._add_kinds(events)
-            self._send(ts, events, sequence)
+            payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
         except Exception:
             # One bad event must not end the stream: this batch is a hole, the next one is sent.
-            if self._buffer.last_sequence < sequence:
-                self._buffer.leave_hole(sequence)
-            self._num_batches_failed += 1
-            self._num_events_failed += _count(events)
-            if is_worth_logging(self._num_batches_failed):
-                _logger.exception("%d batches of events could not be sent so far", self._num_batches_failed)
+            self._buffer.leave_hole(sequence)
+            self._count_failed(1, _count(events))
+            return
+        # Kept before it is sent: a reader that has seen a batch live can ask for it.
+        self._buffer.append(sequence, payload)
+        ready.append((sequence, payload))
+        self._num_events_sent += len(events)
+        self._num_empty_batches_sent += not events
+
+    def _count_failed(self, num_batches: int, num_events: int) -> None:
+        self._num_batches_failed += num_batches
+        self._num_events_failed += num_events
+        if is_worth_logging(self._num_batches_failed):
+            _logger.exception("%d batches of events could not be sent so far", self._num_batches_failed)
 
     def _apply(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
         """What to send for these events: with kinds, and as the state wants it.
@@ -340,17 +363,16 @@ class ZMQEventPublisher:
         else:
             event.kv_cache_spec_kind = "unknown"
 
-    def _send(self, ts: float, events: list[KVCacheEvent], sequence: int) -> None:
-        """Encode, keep for replay, send. Raises what the encoder raises; nothing was sent then."""
-        payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
-        packed_sequence = pack_sequence(sequence)
-        # Kept first: a reader that has seen a batch live can ask for it.
-        self._buffer.append(sequence, payload)
-        self._backlog.send(self._topic, packed_sequence, payload)
-        self._num_batches_sent += 1
-        self._num_events_sent += len(events)
-        self._num_bytes_sent += len(payload)
-        self._num_empty_batches_sent += not events
+    def _send(self, ready: list[tuple[int, bytes]]) -> None:
+        """Send batches that are in the replay buffer already. Never raises."""
+        for sequence, payload in ready:
+            try:
+                self._backlog.send(self._topic, pack_sequence(sequence), payload)
+            except Exception:
+                self._count_failed(1, 0)
+                continue
+            self._num_batches_sent += 1
+            self._num_bytes_sent += len(payload)
 
 
 def _count(events: Any) -> int:

@@ -9,6 +9,7 @@ from kv_pool.events.block_spans import (
     MAX_GROWN_BLOCKS,
     MAX_SPAN_BLOCKS,
     MIN_TRIMMED_BLOCKS,
+    join_tokens,
     pack_tokens,
     unpack_tokens,
 )
@@ -37,8 +38,15 @@ def list_spans(state):
 def test_packed_tokens_come_back_and_can_be_joined(num_tokens):
     token_ids = [number * 7 for number in range(num_tokens)]
     packed = pack_tokens(token_ids)
-    assert unpack_tokens(packed, num_tokens) == token_ids
-    assert unpack_tokens(packed + pack_tokens([2**40, 5]), num_tokens + 2) == [*token_ids, 2**40, 5]
+    assert unpack_tokens(packed) == token_ids
+    joined = join_tokens(packed, num_tokens, pack_tokens([2**40, 5]), 2)
+    assert unpack_tokens(joined) == [*token_ids, 2**40, 5]
+    assert unpack_tokens(join_tokens(pack_tokens([5]), 1, joined, num_tokens + 2)) == [
+        5,
+        *token_ids,
+        2**40,
+        5,
+    ]
 
 
 def test_what_no_message_can_hold_is_not_packed():
@@ -91,7 +99,7 @@ def test_a_span_whose_blocks_are_mostly_removed_forgets_what_it_held_of_them():
     (blocks,) = state.resident.places.values()
     (span,) = {blocks.spans[number] for number in kept}
     assert span.hashes == tuple(kept)
-    assert unpack_tokens(span.tokens, 16) == [token for n in kept for token in (10 * n, 10 * n + 1)]
+    assert unpack_tokens(span.tokens) == [token for n in kept for token in (10 * n, 10 * n + 1)]
     assert snap(state) == ["8 > " + " ".join(map(str, kept))]
 
 
