@@ -155,12 +155,12 @@ class SecondInterrupt:
             sys.settrace(self._trace)
 
 
-def interrupt_twice(make, call, check, watch, step=1):
+def interrupt_twice(make, call, check, watch, step=1, second_step=1):
     """As `interrupt_everywhere`, and then again at each moment of the recovery.
 
     Args:
         watch: called with the subject and a `SecondInterrupt`, which its recovery has to call as it begins.
-        step: 2 for every second moment of the call, and so on.
+        step, second_step: 2 for every second moment of the call, or of the recovery, and so on.
 
     Returns:
         How many pairs of moments there were, and for each that `check` did not like
@@ -169,7 +169,8 @@ def interrupt_twice(make, call, check, watch, step=1):
     broken = []
     tried = 0
     for moment in itertools.count(1, step):
-        for second_moment in itertools.count(1):
+        # Other moments of the recovery for each moment of the call, so that all have their turn.
+        for second_moment in itertools.count(1 + moment // step % second_step, second_step):
             subject = make()
             second = SecondInterrupt(second_moment)
             watch(subject, second)

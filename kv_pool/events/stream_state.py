@@ -80,7 +80,7 @@ class StreamState:
         Raises:
             InvalidTypeError: something that is none of the three events, whosever class it is of. Nothing
                 has changed.
-        Cost: O(hashes), microseconds each; at most one piece of a snapshot's copy is waited for.
+        Cost: O(hashes), tenths of a microsecond each; at most one piece of a snapshot's copy is waited for.
         """
         ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:

@@ -115,8 +115,11 @@ NEXT_CALLS = {
 }
 
 
+@pytest.mark.parametrize(
+    "second_step", [7, pytest.param(1, marks=pytest.mark.night)], ids=["some moments", "all moments"]
+)
 @pytest.mark.parametrize("name", CALLS)
-def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name):
+def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name, second_step):
     next_calls = itertools.cycle(NEXT_CALLS.values())
 
     def watch(pool, second):
@@ -138,7 +141,7 @@ def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name):
         pool.lock.release()
         assert not pool.lock._is_owned()
 
-    tried, broken = interrupt_twice(make_busy, CALLS[name], check_pool, watch, step=23)
+    tried, broken = interrupt_twice(make_busy, CALLS[name], check_pool, watch, 23, second_step)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"
 
 
