@@ -186,7 +186,7 @@ def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Resu
                 rows.append(row)
                 taken = "-" if not seconds else f"{row['snapshot s']:.2f}"
                 print(
-                    f"{kind:8}{interval_s * 1e3:6.1f}  {name:14}{taken:>7}{len(turns_ns):>9,}"
+                    f"{kind:8}{interval_s * 1e3:6.1f}  {name:14}{taken:>7}{len(turns_ns):>12,}"
                     f"{len(held_up):>9,}"
                     f"{row['their median ms']:>9.2f}{row['their p99 ms']:>9.2f}{row['turns over 1 ms']:>9,}"
                     f"{row['longest turn ms']:>9.2f}",
@@ -271,10 +271,10 @@ def main() -> None:
     )
     print("turns of the pool's thread, all runs together")
     print(
-        f"{'thread':8}{'switch':>6}  {'snapshot':14}{'taken':>7}{'turns':>9}{'> 0.2':>9}{'median':>9}"
+        f"{'thread':8}{'switch':>6}  {'snapshot':14}{'taken':>7}{'turns':>12}{'> 0.2':>9}{'median':>9}"
         f"{'p99':>9}{'> 1 ms':>9}{'longest':>9}"
     )
-    print(f"{'':8}{'ms':>6}  {'':14}{'in s':>7}{'':>9}{'ms':>9}{'of these, ms':>18}{'':>9}{'ms':>9}")
+    print(f"{'':8}{'ms':>6}  {'':14}{'in s':>7}{'':>12}{'ms':>9}{'of these, ms':>18}{'':>9}{'ms':>9}")
     stalls = measure_stalls(state, options)
     print(f"\napplying a batch of {BATCH_BLOCKS} stores and {BATCH_BLOCKS} removals")
     print(f"{'snapshot':14}{'median, us':>14}{'p99, us':>14}{'longest, us':>14}")
