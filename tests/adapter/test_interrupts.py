@@ -116,7 +116,7 @@ NEXT_CALLS = {
 
 
 @pytest.mark.parametrize(
-    "second_step", [7, pytest.param(1, marks=pytest.mark.night)], ids=["some moments", "all moments"]
+    "second_step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some moments", "all moments"]
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_any_call_completes_the_undoing_that_an_interrupt_broke_off(name, second_step):

@@ -241,7 +241,7 @@ def test_compaction_during_migrations_puts_no_wrong_bytes_under_a_hash(seed, mak
     live(seed, make_node, 400)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("make_node", [ManagerNode, PoolNode])
 @pytest.mark.parametrize("seed", range(6, 16))
 def test_compaction_during_many_migrations_puts_no_wrong_bytes_under_a_hash(seed, make_node):

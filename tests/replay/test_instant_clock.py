@@ -14,7 +14,7 @@ DATA = Path(__file__).parent / "data"
 REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
 COUNTS = ("requests", "refused_requests", "blocks_looked_up", "blocks_hit", "tokens_in", "tokens_hit")
 RATES = ("block_hit_rate", "token_hit_rate", "mean_request_token_hit_rate")
-# Seconds each in plain Python; the others run in the slow tests.
+# Seconds each in plain Python; the others run in the slow tests, those of the default convention, and at night.
 QUICK_AGENTIC = {("full_blocks_cap", "1000"), ("full_blocks_cap", "10000")}
 
 
@@ -23,7 +23,8 @@ def list_cases(trace, quick=None):
     for convention, capacities in REFERENCE[trace]["conventions"].items():
         for capacity in capacities:
             slow = quick is not None and (convention, capacity) not in quick
-            marks = [pytest.mark.slow] if slow else []
+            long = pytest.mark.slow if convention == "full_blocks_cap" else pytest.mark.night
+            marks = [long] if slow else []
             cases.append(pytest.param(convention, capacity, marks=marks, id=f"{convention}-{capacity}"))
     return cases
 
