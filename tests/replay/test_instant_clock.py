@@ -14,7 +14,7 @@ DATA = Path(__file__).parent / "data"
 REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
 COUNTS = ("requests", "refused_requests", "blocks_looked_up", "blocks_hit", "tokens_in", "tokens_hit")
 RATES = ("block_hit_rate", "token_hit_rate", "mean_request_token_hit_rate")
-# Seconds each in plain Python; the others run in the slow tests, those of the default convention, and at night.
+# Seconds each in plain Python. The others: slow for the default convention, else at night.
 QUICK_AGENTIC = {("full_blocks_cap", "1000"), ("full_blocks_cap", "10000")}
 
 
