@@ -26,7 +26,7 @@ _decode: Final[Any] = Decoder().decode
 
 
 class BlockKind(NamedTuple):
-    """What most blocks have in common; one object for all that do."""
+    """The properties that most blocks share; equal kinds are one object."""
 
     block_size: int
     lora_id: int | None

@@ -31,8 +31,8 @@ class EventFilter:
         self._read_fields: Any = astuple
         self._packs_tokens = False
         self._sent: list[KVCacheEvent] = []
-        # Removals in a row: the first event, how many more there are, its place; the hashes that are not
-        # applied yet; of those that are, the ones that readers are to be told of.
+        # Removals in a row: the first event, the number of events that joined it, its place; the hashes that
+        # are not applied yet, and the hashes that are applied and not sent yet.
         self._first: Any = None
         self._num_joined = 0
         self._blocks: PlaceBlocks | None = None

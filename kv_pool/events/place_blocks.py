@@ -31,7 +31,7 @@ NUM_SHARDS: Final = 256
 """Pieces in which the spans of a place are copied."""
 
 LEAST_INDEXED_BLOCKS: Final = 32
-"""Spans of so many blocks have an index of positions once it is needed."""
+"""Longer spans get an index of positions when a block between others is removed."""
 
 
 class Place(NamedTuple):
