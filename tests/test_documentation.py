@@ -160,7 +160,7 @@ def test_importing_reads_no_documentation():
 
 @pytest.mark.skipif(not kv_pool.COMPILED, reason="Python passes any self to functions of its own")
 def test_compiled_methods_refuse_a_foreign_self_and_do_not_crash():
-    """Of their own type, methods do not pass CPython's check of `self`; they rely on mypyc's."""
+    """Documented methods skip CPython's check of `self`; mypyc's own check must refuse others."""
     script = Path(__file__).parent / "foreign_self.py"
     done = subprocess.run(
         [sys.executable, "-I", "-X", "faulthandler", str(script)], capture_output=True, text=True, check=False

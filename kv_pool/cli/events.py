@@ -39,7 +39,7 @@ _TITLES = (
     "snapshots",
     "restarts",
 )
-"""Of the table of what publishers hold; a narrow terminal shows the first ones."""
+"""Columns of the mirror's table, in order; a narrow terminal shows the first ones."""
 
 
 def events(

@@ -52,7 +52,7 @@ class BlockCopies:
             )
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Copies into those of these blocks that nobody else holds need not be made any more.
+        """Drop the copies into blocks of this list that have no other holder.
 
         May be repeated, where an exception interrupted it.
         """

@@ -35,7 +35,7 @@ class LruSlots:
         return slot
 
     def list_next(self, num_slots: int) -> list[int]:
-        """The slots that so many calls of `add` would give, in order. O(num_slots)."""
+        """Return the slots that the next calls of `add` would give, in order. O(num_slots)."""
         free = self._free[: -num_slots - 1 : -1] if num_slots else []
         return [*free, *range(self.num_slots, self.num_slots + num_slots - len(free))]
 

@@ -302,7 +302,7 @@ class TieredCache:
             unmoved = [
                 (key, block_id) for key, (block, block_id) in pending.items() if block.block_id == block_id
             ]
-            # Somebody has moved blocks before calling us: these are lost, since their bytes may be.
+            # The caller has moved blocks before this call: their bytes may be lost, so they are dropped.
             num_moved = len(pending) - len(unmoved)
             self.num_dropped += num_moved
             self._copy_out(unmoved)

@@ -10,7 +10,7 @@ from kv_pool.manager.swap.sides import list_tail_first
 
 
 class AllocatedTables:
-    """What a plan to read a prefix from elsewhere has on the device.
+    """The device blocks of a plan that reads a prefix from another tier.
 
     Args:
         manager: whose request it is.
