@@ -54,8 +54,8 @@ class Change(NamedTuple):
 class PlaceBlocks:
     """The blocks of one place.
 
-    `spans` is one dict, for bulk calls: when it grows, no other thread runs for some milliseconds at a million
-    blocks, as when the pool's own map grows. Spans are in `shards`, to be copied in pieces.
+    `spans` is one dict, for bulk calls: when it grows, no other thread runs for some milliseconds at a
+    million blocks, as when the pool's own map grows. Spans are in `shards`, to be copied in pieces.
 
     Attributes:
         place: where they are.
