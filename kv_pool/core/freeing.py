@@ -87,6 +87,15 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
             other.free_blocks(theirs)
 
 
+def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
+    """As `free_all`; the pool's placement moves the blocks to their bands."""
+    placement = pool._placement
+    freed = listed.copy()
+    free_all(pool, listed, empties)
+    if placement is not None:
+        placement.place(freed)
+
+
 def unpin_all(
     pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
 ) -> None:

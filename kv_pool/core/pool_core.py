@@ -8,7 +8,8 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.arguments import as_int, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
-from kv_pool.core.freeing import free_all, unpin_all
+from kv_pool.core.eviction_order import Placement
+from kv_pool.core.freeing import free_all, free_and_place, unpin_all
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import Hold
 from kv_pool.core.id_swap import as_pairs, swap_ids
@@ -144,14 +145,20 @@ class BlockPoolCore(PrefixCache):
         Cost: O(number of blocks). Contract: vLLM 0.33 `BlockPool.free_blocks`.
         """
         listed = as_list("ordered_blocks", ordered_blocks)
-        free_all(self, listed, False)
+        if self._placement is None:
+            free_all(self, listed, False)
+        else:
+            free_and_place(self, listed, False)
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
         """As `free_blocks`; `ordered_blocks` is empty afterwards, in the same step.
 
         Whatever interrupts the caller, the list says which references are still to be given back.
         """
-        free_all(self, ordered_blocks, True)
+        if self._placement is None:
+            free_all(self, ordered_blocks, True)
+        else:
+            free_and_place(self, ordered_blocks, True)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Drop one reference of each block, and be told when the block is reused.
@@ -166,7 +173,10 @@ class BlockPoolCore(PrefixCache):
             InvalidTypeError: not a block, or nothing to call. In both cases nothing has changed.
         Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
         """
-        unpin_all(self, blocks, on_reuse)
+        listed = list(as_list("blocks", blocks))
+        unpin_all(self, listed, on_reuse)
+        if self._placement is not None:
+            self._placement.place(listed)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
         """May its only holder write into the block? Not if it is null, shared, free or cached."""
@@ -311,6 +321,36 @@ class BlockPoolCore(PrefixCache):
 
     def _recover(self) -> None:
         recover(self)
+
+    # ---- the order of eviction ------------------------------------------------------------------
+
+    def open_bands(self, placement: Placement) -> None:
+        """Let `placement` choose the bands of blocks that become free; see `EvictionOrder`.
+
+        Raises:
+            InvalidArgumentError: the pool has a placement already. Nothing has changed.
+        Cost: O(free blocks without content).
+        """
+        check_type("placement", placement, Placement)
+        if self._placement is not None:
+            raise InvalidArgumentError(
+                f"the pool has a placement already: {self._placement!r}; its users share that one"
+            )
+        self.eviction_order.open()
+        self._placement = placement
+
+    def move_to_band(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Put free blocks at the back of a band of the eviction order, in the given order. O(len(blocks)).
+
+        Args:
+            band: -100 to 100; 0 is the default band, and `EXPIRED_BAND` comes before all others.
+        Raises:
+            InvalidArgumentError: no such band, or the pool has no bands: see `open_bands`.
+            InvalidBlockError: a block is not free. In both cases nothing has changed.
+        """
+        if self._unfinished != NOTHING:
+            self._recover()
+        self.eviction_order.move(as_list_of("blocks", blocks, KVCacheBlock), as_int("band", band))
 
     # ---- looking ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from weakref import ref
 from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.eviction_order import EvictionOrder, Placement
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
@@ -119,7 +120,8 @@ class PoolState:
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
         self.holds: BlockHolds = BlockHolds(self._owner)
-        self._has_retention: bool = False  # blocks have room for what one says of them
+        self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
+        self._placement: Placement | None = None
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
         self._unfinished_swap: IdSwap | None = None

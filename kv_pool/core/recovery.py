@@ -91,6 +91,9 @@ def recover(pool: PoolState) -> None:
                 block._block_hash = None
                 block._num_hash_tokens = -1
                 block._next_cached_id = -1
+        pool.eviction_order.note_all_empty()
+        if pool._placement is not None:
+            pool._placement.note_reset()
         cleared = [pool._cleared_type()] if pool.enable_kv_cache_events else []
         events = pool.kv_event_queue
         events += cleared

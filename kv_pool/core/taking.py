@@ -5,7 +5,7 @@ from mypy_extensions import i64
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict, evict_all
-from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.core.observer import BlockObserver, ColderTiers
 from kv_pool.core.pool_state import (
     CLEARING_LINKS_OF_TAKEN,
@@ -38,13 +38,20 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
         return taken
     num_free = queue.num_free_blocks
     head = queue.fake_free_list_head
+    front = head  # the taken blocks come behind it: the head, or the last end of a band that was passed
     block = head.next_free_block
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     is_cut = False
     try:
         for _ in range(num_blocks):
             if block is None or block.ref_cnt != 0:
-                raise CorruptedPoolError(describe_bad_queue(queue, len(taken), block))
+                while block is not None and block.ref_cnt == BAND_END:
+                    front.next_free_block = block
+                    block.prev_free_block = front
+                    front = block
+                    block = block.next_free_block
+                if block is None or block.ref_cnt != 0:
+                    raise CorruptedPoolError(describe_bad_queue(queue, len(taken), block))
             taken.append(block)
             after = block.next_free_block
             if after is None:  # the tail has none
@@ -58,8 +65,8 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
                 any_cached = True
             block = after
         assert block is not None
-        head.next_free_block = block
-        block.prev_free_block = head
+        front.next_free_block = block
+        block.prev_free_block = front
         queue.num_free_blocks = num_free - num_blocks
         is_cut = True
         if any_cached or pool.metrics_collector is not None:
@@ -75,8 +82,8 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
             following = block
             if following is None:
                 following = queue.fake_free_list_tail
-            head.next_free_block = following
-            following.prev_free_block = head
+            front.next_free_block = following
+            following.prev_free_block = front
             pool._unfinished_total = num_free
         pool._unfinished_blocks = taken
         pool._unfinished_count = -1
@@ -206,7 +213,8 @@ def tell_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
     listed: list[KVCacheBlock] = []
     block = queue.fake_free_list_head.next_free_block
     while block is not None and block is not queue.fake_free_list_tail and len(listed) < num_blocks:
-        listed.append(block)
+        if block.ref_cnt != BAND_END:
+            listed.append(block)
         block = block.next_free_block
     tell_watchers_of(pool, listed)
 
