@@ -11,8 +11,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError
-from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.request_checks import get_request_id
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NEVER, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
 from kv_pool.manager.retention.covers import Cover, Covers
 from kv_pool.manager.retention.deadlines import Deadlines
