@@ -613,8 +613,10 @@ class KVCacheManager:
         request_id = get_request_id("request", request)
         tables = self._tables_of(request_id)
         retention = self.retention
-        if retention is not None and not retention.is_active:
-            retention = None
+        if retention is not None:
+            retention.expire()
+            if not retention.is_active:
+                retention = None
         try:
             self._is_leaving = True
             self._unsettled = tables

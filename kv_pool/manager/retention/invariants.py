@@ -102,6 +102,11 @@ def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:
         if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
             raise CorruptedPoolError(f"R6: nothing ends session {session.session_id!r}")
     for record in records:
+        if not any(
+            record is retention._records.find(block) and retention._records.get_claims(block)
+            for block in record.blocks
+        ):
+            continue  # all of its claims are void
         if record.changes_at != find_next_end(record) or record.changes_at <= now:
             raise CorruptedPoolError(f"R6: claims that end at {find_next_end(record)} end never")
         if record.changes_at < NEVER and (record.changes_at, id(record)) not in entries:
