@@ -9,7 +9,7 @@
     M7  a block has at least as many references as leases and rooms name it
     M8  what a pull holds on is all that has arrived, by a lease to read: it has no room any more
 
-Of a `ManagerSite`, whose other references are known, M7 is exact: see `check_manager_site`.
+Over a `KVCacheManager`, whose other references are known, M7 is exact: see `check_manager_site`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from kv_pool.errors import CorruptedPoolError, StaleTransferError
 from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.manager.request import SchedulableRequest
-from kv_pool.migration.manager_site import ManagerSite
-from kv_pool.migration.site import MigrationSite
+from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.target import Pull
 
 
-def check(
-    site: MigrationSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]
-) -> None:
+def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
     """Verify M1 to M8, those of the leases, and the pool's own. The site's lock is held. O(blocks).
 
     Args:
@@ -83,7 +81,7 @@ def _is_served(source: SourceTransfers, transfer_id: bytes, block_id: int) -> bo
     return True
 
 
-def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
+def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
     """M2, M3, M5, M8."""
     written: list[Lease] = list(unsettled)
     for pull in pulls:
@@ -112,7 +110,7 @@ def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[
             raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull, and is not in quarantine for one")
 
 
-def check_references(site: MigrationSite, pulls: Sequence[Pull]) -> None:
+def check_references(site: PoolSite, pulls: Sequence[Pull]) -> None:
     """M7."""
     counts = Counter(block for lease in site.leases.list_leases() for block in lease.blocks)
     counts += Counter(block for pull in pulls if pull.room is not None for block in pull.room.blocks)
@@ -124,7 +122,7 @@ def check_references(site: MigrationSite, pulls: Sequence[Pull]) -> None:
 
 
 def check_manager_site(
-    site: ManagerSite,
+    site: PoolSite,
     requests: Iterable[SchedulableRequest],
     held_elsewhere: Iterable[KVCacheBlock] = (),
 ) -> None:
@@ -134,5 +132,6 @@ def check_manager_site(
         requests: at least all that the manager has tables of.
         held_elsewhere: other references, once for each.
     """
+    assert isinstance(site.sequences, ManagerSequences)
     leased = [block for lease in site.leases.list_leases() for block in lease.blocks]
-    check_manager(site.manager, requests, [*leased, *site.list_held_blocks(), *held_elsewhere])
+    check_manager(site.sequences.manager, requests, [*leased, *site.list_held_blocks(), *held_elsewhere])

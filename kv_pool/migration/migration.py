@@ -54,6 +54,11 @@ class Migration(ABC):
     def new_ids(self) -> list[int]:
         """The blocks' ids at the target, in the order of the subject; of one that is done."""
 
+    @property
+    def old_ids(self) -> list[int]:
+        """The blocks' ids at the source, in the same order; [] until they are lent."""
+        return []
+
     @abstractmethod
     def cancel(self) -> bool:
         """Give it up: the source keeps what it has, the target nothing. False: it is too late."""
@@ -208,6 +213,7 @@ class OutgoingMigration(Migration):
         self._counts = PullCounts()
         self._error: Exception | None = None
         self._new_ids: list[int] = []
+        self._old_ids: list[int] = []
         self._cancel = cancel
         self.woken = threading.Event()
 
@@ -233,12 +239,17 @@ class OutgoingMigration(Migration):
     def release(self) -> None:
         """Nothing is held here: blocks that were lent are the source's own."""
 
-    def note_lent(self, num_blocks: int) -> None:
+    @property
+    def old_ids(self) -> list[int]:
+        return self._old_ids
+
+    def note_lent(self, block_ids: list[int]) -> None:
         """The target has asked for it."""
         with self._changed:
             if not self._phase.is_ended:
                 self._phase = MigrationPhase.READING
-                self._counts.num_blocks = num_blocks
+                self._counts.num_blocks = len(block_ids)
+                self._old_ids = block_ids
 
     def note_progress(self, counts: PullCounts) -> None:
         """As the target says."""

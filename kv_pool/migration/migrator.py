@@ -42,10 +42,10 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMigration
 from kv_pool.migration.peer_links import PeerLinks
 from kv_pool.migration.peers import Peers, check_name
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.push import Push
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.registry import NodeRegistry
-from kv_pool.migration.site import MigrationSite
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState, make_epoch
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
@@ -94,7 +94,7 @@ class Migrator:
     def __init__(
         self,
         name: str,
-        site: MigrationSite,
+        site: PoolSite,
         *,
         backends: Sequence[TransferBackend],
         secret: bytes | None = None,
@@ -499,7 +499,7 @@ class Migrator:
             return  # a node that migrates to itself, which the site refuses
         outcome = self._source.find_outcome(message.transfer_id)
         if outcome is None:
-            migration.note_lent(len(transfer.selection.blocks))
+            migration.note_lent([block.block_id for block in transfer.selection.offered])
         elif outcome.state is TransferState.ACKNOWLEDGED:
             migration.note_acknowledged(list(outcome.new_ids))
         elif outcome.state is TransferState.EXPIRED:

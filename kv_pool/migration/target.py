@@ -52,8 +52,9 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.rate_limit import RateLimit
-from kv_pool.migration.site import MigrationSite, Room
+from kv_pool.migration.site import Room
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import Subject
 from kv_pool.migration.transfer_backend import BlockReader
@@ -103,7 +104,7 @@ class PullSettings:
     """
 
     name: str
-    site: MigrationSite
+    site: PoolSite
     lease_s: float
     clock: Callable[[], float]
     deadline_clock: Callable[[], float]
@@ -287,7 +288,7 @@ class Pull:
                         LeaseKind.WRITE,
                     )
             except BaseException:
-                site.drop(room)
+                site.leave(room)
                 raise
             self.room = room
         self.counts.num_present_blocks = self.counts.num_done_blocks = len(room.blocks) - len(room.missing)
@@ -312,12 +313,11 @@ class Pull:
         if self._reader is not None:
             self._peer.leave_reader(self._get_source(), self._reader)
             self._reader = None
-        offer = self._get_offer()
         with self._site.lock:
             room = self._get_room()
             # A block that can be hit is written by nobody; the room's own reference keeps it.
             self._give_lease_back()
-            self._site.insert(self.subject, offer.blocks, room, offer.state)
+            self._site.insert(room)
             self._is_inserted = True
 
     def _enter_acknowledging(self) -> None:
@@ -348,13 +348,12 @@ class Pull:
         with self._ending:
             if self.phase.is_ended:
                 return
-            offer = self._get_offer()
             try:
                 with self._site.lock:
                     room = self._get_room()
                     held = self._hold(room)
                     try:
-                        self._site.adopt(self.subject, offer.blocks, room, offer.state)
+                        self._site.adopt(room)
                     except BaseException:
                         if held is not None:
                             held.give_back()
@@ -422,7 +421,7 @@ class Pull:
                     self._settings.on_unsettled(self.lease, self._reader)
                     self.lease = None
                 self._give_lease_back()
-                self._site.drop(room)
+                self._site.leave(room)
         self._reader = None
         if self._may_be_lent:
             # Once, and whatever comes of it: without this the source's lease ends by itself.

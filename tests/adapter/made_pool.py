@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.adapter import invariants
+from kv_pool.adapter.pool_sequences import PoolSequences
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.storage import KVStorage
 
 
@@ -25,6 +27,11 @@ def make(total_blocks=10, **options):
 
 def take(pool, sequence_id, num_blocks, **options):
     return pool.allocate(BlockAllocationRequest(num_blocks, sequence_id, **options))
+
+
+def make_site(pool, **options):
+    """The pool as a site of migrations; `site.sequences.gpu_pool` is the pool."""
+    return PoolSite(PoolSequences(pool), **options)
 
 
 def make_storage(num_blocks=11, copy=None):

@@ -8,7 +8,7 @@ import random
 from contextlib import suppress
 
 import pytest
-from adapter.made_pool import check, make, make_storage, read, take, write
+from adapter.made_pool import check, make, make_site, make_storage, read, take, write
 from drawing import hash_of
 
 from kv_pool import (
@@ -19,7 +19,6 @@ from kv_pool import (
     OutOfBlocksError,
     UnknownSequenceError,
 )
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.errors import FrozenSequenceError
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.protocol import NO_SEQUENCE
@@ -43,7 +42,7 @@ class Side:
             on_evicted=lambda sequence_id, ids: self.evicted.append(sequence_id),
             on_moved=draw.choice([None, lambda relocation: None]),
         )
-        self.site = GPUKVPoolSite(self.pool)
+        self.site = make_site(self.pool)
         self.contents = {}
 
     def list_frozen(self):
@@ -91,20 +90,19 @@ class Moving:
         if self.room_lease is not None:
             self.room_lease.give_back()
             self.room_lease = None
-        self.target.site.insert(self.subject, self.selection.offered, self.room, self.selection.state)
+        self.target.site.insert(self.room)
 
     def acknowledge(self):
         self.was_given_up = True
         if self.is_move:
-            new_ids = [block.block_id for block in self.room.blocks]
-            self.source.site.release(self.subject, self.selection, "the target", new_ids)
+            self.source.site.release(self.subject, "the target")
             for holder, number in zip(self.holders, self.numbers, strict=True):
                 self.source.contents[holder].remove(number)
             forget_empty(self.source)
         self.give_lease_back()
 
     def adopt(self):
-        self.target.site.adopt(self.subject, self.selection.offered, self.room, self.selection.state)
+        self.target.site.adopt(self.room)
         for holder, number in zip(self.holders, self.numbers, strict=True):
             if holder != NO_SEQUENCE:
                 self.target.contents.setdefault(holder, []).append(number)
@@ -116,10 +114,9 @@ class Moving:
             self.adopt()
             return
         if self.room is not None:
-            was_inserted = self.steps[0] == self.acknowledge
             if self.room_lease is not None:
                 self.room_lease.give_back()
-            (self.target.site.leave if was_inserted else self.target.site.drop)(self.room)
+            self.target.site.leave(self.room)
             self.room = None
         if self.is_move:
             self.source.site.thaw(self.subject)

@@ -1,4 +1,4 @@
-"""Calls of a `ManagerSite` that a signal handler breaks off: a request is here, on its way, or gone."""
+"""Calls of a `PoolSite` over a manager, broken off: a request is here, on its way, or gone."""
 
 import random
 
@@ -34,10 +34,10 @@ class Arrival:
         self.room = self.site.take_room(SUBJECT, self.selection.offered, self.selection.state)
 
     def insert(self):
-        self.site.insert(SUBJECT, self.selection.offered, self.room, self.selection.state)
+        self.site.insert(self.room)
 
     def adopt(self):
-        self.site.adopt(SUBJECT, self.selection.offered, self.room, self.selection.state)
+        self.site.adopt(self.room)
 
     def leave(self):
         self.site.leave(self.room)
@@ -45,7 +45,7 @@ class Arrival:
     def check(self):
         self.engine.pool.get_new_blocks(0)
         if self.room is not None and not self.room.hold.is_released:
-            self.site.drop(self.room)
+            self.site.leave(self.room)
         invariants.check(self.engine.pool)
         check_references(self.engine.manager)
         assert not self.engine.pool.holds.list_holds()
@@ -80,7 +80,7 @@ class Departure:
         self.site.thaw(LEAVING)
 
     def release(self):
-        self.site.release(LEAVING, self.selection, "there", [])
+        self.site.release(LEAVING, "there")
 
     def begin_anew(self):
         request = self.engine.requests["leaving"]

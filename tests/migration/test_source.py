@@ -218,7 +218,7 @@ def test_only_blocks_that_are_lent_as_they_were_offered_are_served():
 def test_content_that_is_reported_wrong_while_lent_is_not_served(is_move):
     lender = Lender(is_move)
     lender.ask("prepare")
-    lender.engine.site.manager.evict_blocks([2])
+    lender.engine.manager.evict_blocks([2])
     lender.transfers.check_lent(TRANSFER_ID, [1, 3])
     with pytest.raises(InvalidContentError, match="has reported content"):
         lender.transfers.check_lent(TRANSFER_ID, [1, 2])

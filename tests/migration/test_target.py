@@ -461,7 +461,6 @@ def test_what_was_released_before_it_arrived_is_not_held():
 
 def test_nothing_is_held_of_a_migration_that_failed_or_had_no_blocks():
     bench = Bench(hold_s=5.0)
-    bench.target.site._adopt_request = None
     bench.trouble = {AskChecksums: [LOST, LOST, LOST]}
     bench.pull.run()
     assert bench.pull.phase is MigrationPhase.FAILED
@@ -489,7 +488,7 @@ def test_a_scheduler_that_does_not_take_the_request_over_ends_the_migration():
     def refuse(request_id, state):
         raise KeyError(request_id)
 
-    bench.target.site._adopt_request = refuse
+    bench.target.take_over = refuse
     bench.pull.run()
     assert bench.pull.phase is MigrationPhase.FAILED
     assert isinstance(bench.pull.error, KeyError)
