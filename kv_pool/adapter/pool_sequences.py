@@ -16,7 +16,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.protocol import NORMAL, URGENT
 
 if TYPE_CHECKING:  # imported by those who have a storage

@@ -14,9 +14,9 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.storage.block_storage import BlockStorage
 

@@ -22,7 +22,7 @@ from kv_pool.errors import (
 )
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.migration.arriving_keys import insert_keys
 from kv_pool.migration.selector import Selector, check_usable

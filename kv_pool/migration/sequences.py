@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.storage.block_storage import BlockStorage
 
