@@ -86,14 +86,16 @@ def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease
     written: list[Lease] = list(unsettled)
     for pull in pulls:
         room, lease = pull.room, pull.lease
-        name = f"pull {pull.transfer_id.hex()}, which is {pull.phase.value}"
-        if pull.phase.is_ended and (room is not None or lease is not None):
+        name = f"pull {pull.transfer_id.hex()}, which is {pull.status.phase.value}"
+        if pull.status.phase.is_ended and (room is not None or lease is not None):
             raise CorruptedPoolError(f"M3: {name}, has room or a lease")
-        if pull.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
+        if pull.status.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
             raise CorruptedPoolError(f"M3: {name}, has no room, or still writes")
         held = pull.held
         if held is not None and (
-            room is not None or held.kind is not LeaseKind.READ or len(held.blocks) != len(pull.new_ids)
+            room is not None
+            or held.kind is not LeaseKind.READ
+            or len(held.blocks) != len(pull.record.new_ids)
         ):
             raise CorruptedPoolError(f"M8: {held!r} is not about what has arrived by {name}")
         if lease is None:

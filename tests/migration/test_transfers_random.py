@@ -40,7 +40,7 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.source import SourceTransfers, make_epoch
-from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull, PullSettings
 
@@ -225,7 +225,8 @@ class World:
         )
         transfer_id = self.random.randbytes(16)
         hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])
-        pull = Pull(settings, self, transfer_id, subject, is_move, RateLimit(0.0, self.clock), hold_s)
+        record = MigrationRecord(transfer_id, "in", "source", subject, is_move)
+        pull = Pull(settings, self, record, RateLimit(0.0, self.clock), hold_s)
         self.pulls.append(pull)
         return pull
 
@@ -367,7 +368,7 @@ class World:
             pull = self.make_pull(subject, is_move)
             try:
                 pull.run()
-                while pull.phase is MigrationPhase.IN_DOUBT and self.random.random() < 0.7:
+                while pull.status.phase is MigrationPhase.IN_DOUBT and self.random.random() < 0.7:
                     self.disturb()
                     pull.resolve()
             except Killed:
@@ -381,11 +382,15 @@ class World:
 
     def check_outcome(self, pull):
         """A move is done only if its source has said so, or is not the one any more that lent the blocks."""
-        self.outcomes[pull.is_move, pull.phase] += 1
-        if pull.phase is MigrationPhase.DONE and pull.is_move and pull._offer.epoch == self.source.epoch:
+        self.outcomes[pull.is_move, pull.status.phase] += 1
+        if (
+            pull.status.phase is MigrationPhase.DONE
+            and pull.is_move
+            and pull._offer.epoch == self.source.epoch
+        ):
             assert self.source.model[pull.transfer_id] == "acknowledged"
-        if pull.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
-            assert pull.error is not None
+        if pull.status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
+            assert pull.record.error is not None
             assert pull.room is None
 
     def check(self):
@@ -414,7 +419,7 @@ class World:
             self.deliver_late(self.random.randrange(len(self.late)))
         for pull in self.pulls:
             pull.resolve()
-            assert pull.phase.is_ended, pull.phase
+            assert pull.status.phase.is_ended, pull.status.phase
         self.clock.now += 2 * LEASE_S
         self.source.transfers.expire()
         self.target.site.leases.expire()
