@@ -55,8 +55,6 @@ class PoolSequences:
         InvalidArgumentError: the pool has no storage.
     """
 
-    retention = None
-
     def __init__(self, pool: SitePool) -> None:
         if pool.storage is None:
             raise InvalidArgumentError("blocks migrate between pools that have a storage; this one has none")
@@ -126,20 +124,12 @@ class PoolSequences:
     def count_available(self, arriving: dict[int, int] | None) -> int:
         return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
 
-    def is_free(self, block: KVCacheBlock) -> bool:
-        return not block.ref_cnt
-
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         self.pool.touch_onto(blocks, onto)
-        self._placement.retention.note_taken(blocks)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
         if num_blocks and not self._placement.take_run(num_blocks, None, "prefer", blocks):
             self._placement.take_any(num_blocks, None, blocks)
-
-    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
-        self.pool.free_out_of(blocks)
-        self._placement.retention.recover()
 
     def make_join(
         self, sequence_id: int, blocks: list[KVCacheBlock], arriving: dict[int, int]

@@ -66,7 +66,6 @@ class ManagerSequences(DeviceSide):
         self.storage = storage
         self.lock = threading.RLock() if lock is None else lock
         self.block_size = manager.block_size
-        self.retention = manager.retention
         self.barred = manager.taken_out
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -182,8 +181,9 @@ class ManagerSequences(DeviceSide):
         if self.holds(sequence_id) and self.manager.get_table(sequence_id).blocks is rows[0]:
             self.manager.pop_tables(sequence_id)
         self.free_request(sequence_id, rows)
-        if self.retention is not None and self.retention.is_active and not self.holds(sequence_id):
-            self.retention.forget_request(sequence_id)
+        retention = self.manager.retention
+        if retention is not None and retention.is_active and not self.holds(sequence_id):
+            retention.forget_request(sequence_id)
 
     def recover(self) -> None:
         pass

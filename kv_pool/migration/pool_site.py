@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ from kv_pool.migration.subjects import (
     BlocksSubject,
     SequenceSubject,
     Subject,
-    describe_subject,
 )
 from kv_pool.storage.block_layout import BlockLayout
 
@@ -111,12 +109,11 @@ class PoolSite:
             model=model,
             weights=weights,
         )
-        self.leases = BlockLeases(sequences.pool, clock, sequences.retention)
+        self.leases = BlockLeases(sequences.pool, clock)
         self._block_sizes = sequences.list_block_sizes()
         self._owner: SequenceOwner[Any] = NoOwner() if owner is None else owner
         self._selector = Selector(sequences, self._owner)
         self._frozen: dict[Subject, _Departure] = {}
-        self._rooms: dict[Room, None] = {}
         # What is left to do to complete or undo a call: `_recover` does it, whatever interrupts that.
         self._unfinished: list[Callable[[], object]] = []
 
@@ -148,10 +145,9 @@ class PoolSite:
         undo = self._list_steps_to_stay(departure)
         self._unfinished = undo
         try:
-            self._hold_departing(departure, subject)
             for sequence_id in rows:
                 self.sequences.barred[sequence_id] = _LEAVING
-                self.sequences.detach(sequence_id, departure.tables[sequence_id])
+                self._hold_departing(departure, sequence_id)
             if isinstance(subject, SequenceSubject):
                 undo += self._list_notices(subject, self._owner.resume)
                 self._owner.suspend(self.sequences.as_id(subject.sequence_id))
@@ -171,7 +167,7 @@ class PoolSite:
         """The node `target` has the subject now: drop our references. Cached blocks stay cached."""
         self._recover()
         departure = self._frozen[subject]
-        steps: list[Callable[[], object]] = [partial(_release_all, departure.holds)]
+        steps: list[Callable[[], object]] = [partial(self._end_holds, departure)]
         for sequence_id, rows in departure.rows.items():
             steps.append(partial(self.sequences.free, sequence_id, rows))
         steps.append(partial(self._unbar, departure.rows))
@@ -204,7 +200,7 @@ class PoolSite:
         found = self._find_all_present(offered, decoded)
         present = [block for block in found if block is not None]
         missing = [position for position, block in enumerate(found) if block is None]
-        num_available = self.sequences.count_available(arriving) - sum(map(self.sequences.is_free, present))
+        num_available = self.sequences.count_available(arriving) - sum(not block.ref_cnt for block in present)
         if offered and len(missing) > num_available:
             raise PoolExhaustedError(
                 f"no room for {len(missing)} blocks of another node: {max(0, num_available)} are free here "
@@ -213,21 +209,17 @@ class PoolSite:
         if is_whole:
             self._owner.expect(sequence_ids[0], len(offered), decoded.owner)
         holds: list[Hold] = []
-        touched: list[KVCacheBlock] = []
-        taken: list[KVCacheBlock] = []
+        references: list[KVCacheBlock] = []
         self._unfinished = [
             partial(self._unbar, sequence_ids),
-            partial(_release_all, holds),
-            partial(self.sequences.free_out_of, taken),
-            partial(self.sequences.free_out_of, touched),
+            partial(self._give_claim_up, references, holds),
         ]
         try:
-            blocks = self._claim_blocks(found, touched, taken, holds)
+            blocks = self._claim_blocks(found, references, holds)
             for sequence_id in sequence_ids:
                 self.sequences.barred[sequence_id] = _ARRIVING
             room = Room(subject, offered, blocks, missing, holds[0], sequence_ids, decoded, arriving)
-            self._rooms[room] = None  # no call from here on
-            self._unfinished = []
+            self._unfinished = []  # no call from here on
         except BaseException:
             self._recover()
             raise
@@ -271,67 +263,73 @@ class PoolSite:
             steps.append(join)
             if is_whole:
                 steps.append(partial(self._have_taken_over, sequence_id, rows, room.state.owner))
-        self._complete([*self._list_steps_to_end(room, unheld), *steps])
+        self._complete(
+            [
+                partial(self._unbar, room.sequence_ids),
+                partial(self._hand_over, room.hold),
+                partial(self.pool.free_out_of, unheld[::-1]),
+                *steps,
+            ]
+        )
 
     def leave(self, room: Room) -> None:
         """The source keeps the subject: drop our references. What was inserted stays cached."""
         self._recover()
         if not room.hold.is_released:
-            self._complete(self._list_steps_to_end(room, room.blocks))
+            self._complete([partial(self._unbar, room.sequence_ids), partial(_release_all, [room.hold])])
 
     def count_free_blocks(self) -> int:
         """How many blocks a target could give to migrations now."""
         return max(0, self.sequences.count_available(None))
 
-    def list_held_blocks(self) -> list[KVCacheBlock]:
-        """Blocks on which this site has a reference, once for each: of detached requests and of rooms.
-
-        Leases have theirs beside these.
-        """
-        self._recover()
-        held = [block for room in self._rooms for block in room.blocks]
-        for departure in self._frozen.values():
-            for sequence_id, tables in departure.tables.items():
-                if tables:
-                    rows = departure.rows[sequence_id]
-                    held += [block for block in chain.from_iterable(rows) if not block.is_null]
-        return held
-
     # ---- references and holds, together ----------------------------------------------------------
 
-    def _hold_departing(self, departure: _Departure, subject: Subject) -> None:
-        """Hold the blocks of all sequences that leave; the references are the sequences' own."""
-        reason = f"in {describe_subject(subject)}, being moved to another node"
-        rows = [row for sequence_id in departure.rows for row in self.sequences.list_rows(sequence_id)]
-        self.pool.holds.open_onto(list(chain.from_iterable(rows)), reason, departure.holds)
+    def _hold_departing(self, departure: _Departure, sequence_id: Any) -> None:
+        """Hold all blocks of a sequence; the hold gets the references of tables that are detached."""
+        rows = self.sequences.list_rows(sequence_id)
+        blocks = [block for row in rows for block in row if not block.is_null]
+        reason = f"in sequence {sequence_id!r}, which is being moved to another node"
+        tables = departure.tables[sequence_id]
+        self.sequences.detach(sequence_id, tables)
+        if tables:
+            self.pool.holds.adopt(blocks, reason, departure.holds)
+        else:
+            self.pool.holds.open(blocks, reason, onto=departure.holds)
+
+    def _end_holds(self, departure: _Departure) -> None:
+        """Release the holds on blocks; detached tables get their references back."""
+        if any(departure.tables.values()):
+            for hold in departure.holds:
+                self._hand_over(hold)
+        else:
+            _release_all(departure.holds)
 
     def _claim_blocks(
-        self,
-        found: list[KVCacheBlock | None],
-        touched: list[KVCacheBlock],
-        taken: list[KVCacheBlock],
-        holds: list[Hold],
+        self, found: list[KVCacheBlock | None], references: list[KVCacheBlock], holds: list[Hold]
     ) -> list[KVCacheBlock]:
-        """Take a reference on each found block, and on a new one for each that is not; hold all of them."""
-        self.sequences.touch_onto([block for block in found if block is not None], touched)
-        self.sequences.take_onto(taken, found.count(None))
-        left = iter(taken)
+        """Hold each found block, and a new one for each that is not found."""
+        self.sequences.touch_onto([block for block in found if block is not None], references)
+        num_found = len(references)
+        self.sequences.take_onto(references, found.count(None))
+        left = iter(references[num_found:])
         blocks = [next(left) if block is None else block for block in found]
-        self.pool.holds.open_onto(blocks, "arriving from another node", holds)
+        self.pool.holds.adopt(blocks.copy(), "arriving from another node", holds)
         return blocks
 
-    def _list_steps_to_end(self, room: Room, unheld: Sequence[KVCacheBlock]) -> list[Callable[[], object]]:
-        """Release the hold of a room, and drop the references on blocks that no sequence gets."""
-        return [
-            partial(self._unbar, room.sequence_ids),
-            partial(self._rooms.pop, room, None),
-            partial(_release_all, [room.hold]),
-            partial(self.sequences.free_out_of, list(unheld[::-1])),
-        ]
+    def _give_claim_up(self, references: list[KVCacheBlock], holds: list[Hold]) -> None:
+        if holds:
+            _release_all(holds)
+        else:
+            self.pool.free_out_of(references)
+
+    def _hand_over(self, hold: Hold) -> None:
+        """End a hold whose references tables or sequences get."""
+        if not hold.is_released:
+            self.pool.holds.hand_over(hold, [])
 
     def _list_steps_to_stay(self, departure: _Departure) -> list[Callable[[], object]]:
         """Release the holds on blocks that were to leave, and let their sequences be used."""
-        steps: list[Callable[[], object]] = [partial(_release_all, departure.holds)]
+        steps: list[Callable[[], object]] = [partial(self._end_holds, departure)]
         for sequence_id, rows in departure.rows.items():
             tables = departure.tables[sequence_id]
             steps.append(partial(self.sequences.attach, sequence_id, tables, rows))
@@ -350,6 +348,7 @@ class PoolSite:
 
     def _recover(self) -> None:
         """Complete or undo what an exception interrupted; may itself be interrupted and called again."""
+        self.pool.holds.settle()
         self.sequences.recover()
         while self._unfinished:
             try:

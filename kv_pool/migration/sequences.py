@@ -10,7 +10,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.storage.block_storage import BlockStorage
 
 
@@ -29,10 +28,6 @@ class Sequences(Protocol):
     lock: AbstractContextManager[object]
     block_size: int
     barred: dict[Any, str]
-
-    @property
-    def retention(self) -> BlockRetention | None:
-        """The manager's, which leases have to know; None for none."""
 
     @property
     def pool(self) -> BlockPoolCore:
@@ -86,17 +81,11 @@ class Sequences(Protocol):
     def count_available(self, arriving: Any) -> int:
         """How many blocks sequences of which this was said could have."""
 
-    def is_free(self, block: KVCacheBlock) -> bool:
-        """Would touching the block leave one free block less?"""
-
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         """Add one reference to each block, and append the blocks to `onto`."""
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
         """Append free blocks to `blocks`. Raises OutOfBlocksError with nothing changed."""
-
-    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
-        """Drop one reference of each block, the first to be reused first."""
 
     def make_join(
         self, sequence_id: Any, blocks: list[KVCacheBlock], arriving: Any

@@ -64,7 +64,7 @@ def draw(pool):
 def check(pool, others=()):
     """All invariants underneath, and that holders, references, pins and sequences agree.
 
-    `others` are the blocks on which somebody else has a reference, once for each.
+    `others` are the blocks on which neither sequences nor holds have a reference, once for each.
     """
     invariants.check(pool, others)
     references = {}
@@ -75,7 +75,13 @@ def check(pool, others=()):
         for block_id in held:
             references.setdefault(block_id, []).append(sequence_id)
     num_pinned = 0
-    num_others = Counter(block.block_id for block in others)
+    held = [
+        block
+        for hold in pool.block_pool.holds.list_holds()
+        if hold.reason != "pinned"
+        for block in hold.blocks
+    ]
+    num_others = Counter(block.block_id for block in [*others, *held])
     for block_id in range(1, pool.total_blocks + 1):
         info = pool.get_block_info(block_id)
         assert info.ref_count == len(references.get(block_id, [])) + num_others[block_id]

@@ -49,7 +49,6 @@ class Arrival:
         invariants.check(self.engine.pool)
         check_references(self.engine.manager)
         assert not self.engine.pool.holds.list_holds()
-        assert not self.site._rooms
 
 
 @pytest.mark.parametrize("call", ["take_room", "insert", "adopt", "leave"])
@@ -112,13 +111,13 @@ class Departure:
     def check_balance(self):
         engine, site = self.engine, self.site
         invariants.check(engine.pool)
-        check_references(engine.manager, site.list_held_blocks())
+        check_references(engine.manager)
         held = {
             block
             for name in engine.manager.list_request_ids()
             for block in engine.manager.get_table(name).blocks
         }
-        held.update(site.list_held_blocks())
+        held.update(engine.pool.holds.count_references())
         assert engine.pool.get_num_free_blocks() + len(held) == 31
         assert len(engine.pool.holds.list_holds()) == len(site.list_frozen())
         assert list(engine.manager.taken_out) == site.list_frozen()

@@ -30,8 +30,8 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
+from kv_pool.manager.invariants import check_manager
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.invariants import check_manager_site
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
@@ -74,7 +74,7 @@ class Pair:
     def check(self):
         for node, engine in zip(self.nodes, (self.a, self.b), strict=True):
             node.check_invariants()
-            check_manager_site(engine.site, engine.requests.values())
+            check_manager(engine.manager, engine.requests.values())
             assert engine.site.leases.list_leases() == []
             for request_id in engine.requests:
                 engine.check_bytes(request_id)
@@ -551,7 +551,7 @@ def test_compaction_while_blocks_arrive_puts_no_wrong_bytes_under_a_hash(is_move
                 assert b.read(block_id) == b.make_bytes(f"0 {list(range(position * 4 + 4))}")
         node_b.check_invariants()
     assert moved
-    assert b.pool.holds.list_ids() == []
+    assert b.pool.holds.list_fixed_ids() == []
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])

@@ -3,8 +3,9 @@ from migration.made_nodes import Clock, MadeEngine
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import InvalidContentError, LayoutMismatchError, MigrationError, StaleTransferError
+from kv_pool.manager.invariants import check_manager
 from kv_pool.migration import source as source_module
-from kv_pool.migration.invariants import check_manager_site, check_source
+from kv_pool.migration.invariants import check_source
 from kv_pool.migration.messages import (
     Acknowledged,
     AcknowledgeTransfer,
@@ -93,7 +94,7 @@ class Lender:
 
     def check(self):
         check_source(self.transfers)
-        check_manager_site(self.engine.site, self.engine.requests.values())
+        check_manager(self.engine.manager, self.engine.requests.values())
 
     def is_here(self):
         return self.engine.manager.holds_blocks("r")

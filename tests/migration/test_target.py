@@ -15,8 +15,9 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
+from kv_pool.manager.invariants import check_manager
 from kv_pool.manager.leases import LeaseState
-from kv_pool.migration.invariants import check_manager_site, check_pulls
+from kv_pool.migration.invariants import check_pulls
 from kv_pool.migration.messages import (
     AcknowledgeTransfer,
     AskChecksums,
@@ -121,7 +122,7 @@ class Bench:
     def check(self, at_source, at_target, num_free=None):
         for engine, is_here in ((self.source, at_source), (self.target, at_target)):
             assert engine.manager.holds_blocks("r") == is_here
-            check_manager_site(engine.site, engine.requests.values())
+            check_manager(engine.manager, engine.requests.values())
             if is_here:
                 engine.check_bytes("r")
         check_pulls(self.target.site, [self.pull], [lease for lease, _ in self.unsettled])

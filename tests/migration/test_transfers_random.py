@@ -24,6 +24,7 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
+from kv_pool.manager.invariants import check_manager
 from kv_pool.migration import invariants
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -315,7 +316,7 @@ class World:
             is_frozen = request_id in engine.site.list_frozen()
             if not is_frozen and block in engine.manager.get_table(request_id).blocks:
                 engine.finish(request_id)
-        if block in engine.site.list_held_blocks():
+        if block in engine.pool.holds.count_references():
             return
         engine.storage.write_block(block.block_id, self.random.randbytes(engine.storage.block_bytes))
         engine.manager.evict_blocks([block.block_id])
@@ -400,7 +401,7 @@ class World:
             (self.target, self.pulls, None),
         ):
             pool_invariants.check(engine.pool)
-            invariants.check_manager_site(engine.site, engine.requests.values())
+            check_manager(engine.manager, engine.requests.values())
             for request_id in engine.requests:
                 if request_id not in engine.site.list_frozen():
                     engine.check_bytes(request_id)
@@ -410,7 +411,7 @@ class World:
             else:
                 unsettled = [lease for lease, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
-                invariants.check_references(engine.site, pulls)
+                invariants.check_rooms(pulls)
 
     def finish(self):
         """The network is good, time passes, and what is under way comes to its end."""
@@ -430,7 +431,7 @@ class World:
         source, target = self.source.engine, self.target
         for engine in (source, target):
             assert engine.site.leases.list_leases() == []
-            assert engine.site.list_held_blocks() == []
+            assert engine.pool.holds.list_holds() == []
         both = source.requests.keys() & target.requests.keys()
         copied = {
             pull.subject.sequence_id
