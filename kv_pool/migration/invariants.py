@@ -34,10 +34,10 @@ def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsett
         CorruptedPoolError: names the first that fails. Nothing is changed.
     """
     invariants.check(site.leases.block_pool)  # type: ignore[arg-type]
-    check_leases(site.leases)
     check_source(source)
     check_pulls(site, pulls, unsettled)
     check_rooms(pulls)
+    check_leases(site.leases)
 
 
 def check_source(source: SourceTransfers) -> None:
