@@ -11,6 +11,7 @@ from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
+from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.host_swap import HostSwap, swap_always
@@ -109,11 +110,12 @@ def run_replay(
     on_progress: Callable[[Progress], None] | None = None,
     feed: EventFeed | None = None,
     on_outcome: OutcomeCallback | None = None,
+    clock: Callable[[], float] = monotonic,
 ) -> ReplayReport:
     """Replay a trace through a fresh pool and manager.
 
     Args:
-        on_progress: called about ten times a second.
+        on_progress: called about ten times a second by `clock`, in seconds.
         feed: gets the pool's events, after each request and at the end; None for a pool that tells none.
         on_outcome: called with the outcome of each request when the request ends.
     Raises:
@@ -152,42 +154,38 @@ def run_replay(
             link,
             Link(settings.rates.disk_bytes_per_s),
         )
-    tally = Tally(
-        manager,
-        ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock),
-        keeper,
-        tiers,
-        None if on_outcome is None else OutcomeNotes(on_outcome),
-    )
+    report = ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock)
+    tally = Tally(report, None if on_outcome is None else OutcomeNotes(on_outcome))
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
-        swap = _make_swap(settings, tally, link)
+        swap = _make_swap(settings, manager, report, link)
+    driver = ReplayDriver(manager, tally, keeper=keeper, tiers=tiers, swap=swap)
     source = manager if swap is None else swap.swapper
-    clock = TraceClock(tally, settings.rates, steps, swap) if settings.clock == "trace" else None
+    trace_clock = TraceClock(driver, settings.rates, steps) if settings.clock == "trace" else None
     next_progress = 0.0
     share = 0.0
 
     def show_progress() -> None:
         nonlocal next_progress, share
-        if on_progress is None or monotonic() < next_progress:
+        if on_progress is None or clock() < next_progress:
             return
-        next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
-        num_requests = tally.report.requests
+        next_progress = clock() + _SECONDS_BETWEEN_PROGRESS
+        num_requests = report.requests
         read = max(trace.position, num_requests / settings.limit if settings.limit else 0.0)
-        num_done = num_requests - (clock.num_unfinished if clock is not None else 0)
+        num_done = num_requests - (0 if trace_clock is None else trace_clock.num_unfinished)
         share = max(share, read * num_done / (num_requests or 1))
         on_progress(Progress(share, num_requests, tally.token_hit_rate, manager.usage))
 
-    def on_request(_: Tally) -> None:
+    def on_request() -> None:
         if feed is not None:
             feed.publish(source)
         show_progress()
 
     requests = read_requests(trace, block_size, settings)
-    if clock is None:
-        report = run_instantly(requests, tally, on_request, steps)
+    if trace_clock is None:
+        run_instantly(requests, driver, on_request, steps)
     else:
-        report = clock.run(requests, on_request, None if on_progress is None else show_progress)
+        trace_clock.run(requests, on_request, None if on_progress is None else show_progress)
     if feed is not None:
         feed.publish(source)
     if report.refused_requests == report.requests:
@@ -208,7 +206,9 @@ def run_replay(
     return report
 
 
-def _make_swap(settings: ReplaySettings, tally: Tally, link: Link) -> HostSwap:
+def _make_swap(
+    settings: ReplaySettings, manager: KVCacheManager, report: ReplayReport, link: Link
+) -> HostSwap:
     rates = settings.rates
     rule: PreemptionRule = swap_always
     if settings.preemption == "cost":
@@ -217,14 +217,7 @@ def _make_swap(settings: ReplaySettings, tally: Tally, link: Link) -> HostSwap:
             copy_bytes_per_s=rates.copy_bytes_per_s,
             block_bytes=settings.block_bytes,
         )
-    return HostSwap(
-        tally.manager,
-        settings.host_blocks,
-        settings.block_bytes,
-        link,
-        rule,
-        tally.report,
-    )
+    return HostSwap(manager, settings.host_blocks, settings.block_bytes, link, rule, report)
 
 
 def _check(settings: ReplaySettings) -> None:
