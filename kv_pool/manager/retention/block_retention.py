@@ -80,9 +80,6 @@ class BlockRetention:
                 f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
                 "blocks, 0 or more, and sessions, 1 or more"
             )
-        if block_pool._has_retention:
-            raise InvalidArgumentError("the pool has a retention already; several managers share that one")
-        block_pool._has_retention = True
         self.block_pool: BlockPoolCore = block_pool
         self._clock: Callable[[], float] = clock
         self._block_sizes: tuple[int, ...] = (block_pool.hash_block_size,)
