@@ -4,40 +4,12 @@ other's way."""
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
-
-
-@dataclass(frozen=True)
-class EngineRates:
-    """The engine that the trace clock imagines.
-
-    Attributes:
-        prefill_tokens_per_s: prompts, or parts of them in turn, are computed one after another at this rate.
-        decode_tokens_per_s: each running request generates at this rate.
-        max_running: requests that run at once.
-        speedup: arrivals come this many times faster than in the trace.
-        copy_bytes_per_s: between device and host, in both directions together.
-        disk_bytes_per_s: between host and disk, in both directions together.
-    """
-
-    prefill_tokens_per_s: float = 50_000.0
-    decode_tokens_per_s: float = 30.0
-    max_running: int = 256
-    speedup: float = 1.0
-    copy_bytes_per_s: float = 25e9
-    disk_bytes_per_s: float = 5e9
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not 0 < value < float("inf"):
-                raise InvalidArgumentError(f"{name} is {value}; it is above 0")
-
+from kv_pool.replay.settings import EngineRates
 
 _WHOLE_PROMPTS = PromptSteps()
 

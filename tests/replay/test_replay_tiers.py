@@ -21,7 +21,8 @@ from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings, run_replay
+from kv_pool.replay.settings import TIER_WRITES, ReplaySettings
+from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest
 from kv_pool.replay.trace_clock import TraceClock

@@ -14,9 +14,10 @@ from kv_pool.core import invariants
 from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest
-from kv_pool.replay.trace_clock import EngineRates, TraceClock
+from kv_pool.replay.trace_clock import TraceClock
 
 BLOCK_SIZE = 8
 MAX_CALLS = 50_000
