@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -82,6 +83,7 @@ class KVEventSubscriber:
             connected to again: batches are lost live and asked for, a larger snapshot is never received.
         curve: keys, where the publisher encrypts.
         context: a ZeroMQ context to use, for inproc endpoints; its own if None.
+        clock: seconds of any clock that only goes forward.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
@@ -106,6 +108,7 @@ class KVEventSubscriber:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         curve: CurveKeys | None = None,
         context: "zmq.Context[Any] | None" = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_endpoint(endpoint)
         if replay_endpoint is not None:
@@ -114,11 +117,12 @@ class KVEventSubscriber:
         self.replay_endpoint = replay_endpoint
         self._max_message_bytes = max_message_bytes
         self._curve = curve
+        self._clock = clock
         self._owns_context = context is None
         self._context: zmq.Context[Any] = zmq.Context() if context is None else context
         self._machine = Continuity(
             replay_endpoint is not None,
-            time.monotonic(),
+            clock(),
             replay_timeout_s,
             max_attempts,
             silence_after_s,
@@ -191,12 +195,12 @@ class KVEventSubscriber:
         if not self._begin_iterating():
             return []
         try:
-            give_up = time.monotonic() + timeout_s
+            give_up = self._clock() + timeout_s
             while not self._ready and not self._is_closing:
-                left_s = max(0.0, give_up - time.monotonic())
+                left_s = max(0.0, give_up - self._clock())
                 wait_s = self._find_wait_s()
                 self._wait_and_read(left_s if wait_s is None else min(wait_s, left_s))
-                if time.monotonic() >= give_up:
+                if self._clock() >= give_up:
                     break
             items = list(self._ready)
             self._ready.clear()
@@ -262,7 +266,7 @@ class KVEventSubscriber:
         if self._machine.has_ready:
             return 0.0
         times = [one for one in (self._machine.deadline, self._reconnect_at) if one is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return max(0.0, min(times) - self._clock()) if times else None
 
     def _sockets(self) -> list["zmq.SyncSocket"]:
         return [one for one in (self._monitor, self._live, self._replay) if one is not None]
@@ -298,7 +302,7 @@ class KVEventSubscriber:
     def _read(self) -> bool:
         """Take some of what has arrived, without waiting. True if there was anything, or there is an item."""
         if self._machine.has_ready:
-            self._take(self._machine.take_held(time.monotonic()))
+            self._take(self._machine.take_held(self._clock()))
             return True
         arrived: list[list[bytes]] = []
         num_bytes = 0
@@ -317,7 +321,7 @@ class KVEventSubscriber:
                 continue
             self._num_connections += 1
             self._reconnect_at = None
-            self._take(self._machine.take_connected(time.monotonic()))
+            self._take(self._machine.take_connected(self._clock()))
         if arrived:
             self._reconnect_wait_s = _FIRST_RECONNECT_S
         for message in arrived:
@@ -331,9 +335,9 @@ class KVEventSubscriber:
             num_replies += 1
             num_bytes += len(message[-1])
             self._take_reply(message)
-        if self._reconnect_at is not None and time.monotonic() >= self._reconnect_at:
+        if self._reconnect_at is not None and self._clock() >= self._reconnect_at:
             self._reconnect()
-        self._take(self._machine.take_time(time.monotonic()))
+        self._take(self._machine.take_time(self._clock()))
         return num_read + num_replies > 0 or bool(self._ready)
 
     def _take(self, items: list[StreamItem]) -> None:
@@ -351,10 +355,10 @@ class KVEventSubscriber:
         except EventStreamError:
             self._num_unreadable += 1
             return
-        self._take(self._machine.take_live(sequence, frames[2], time.monotonic()))
+        self._take(self._machine.take_live(sequence, frames[2], self._clock()))
 
     def _take_reply(self, frames: list[bytes]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         try:
             # With the topic since vLLM 0.26, without it before.
             if len(frames) not in (3, 4) or frames[0]:
@@ -387,7 +391,7 @@ class KVEventSubscriber:
     def _plan_reconnect(self) -> None:
         """Connect again soon, unless ZeroMQ does: it does not after a message beyond the size limit."""
         if not self._binds and self._reconnect_at is None:
-            self._reconnect_at = time.monotonic() + self._reconnect_wait_s
+            self._reconnect_at = self._clock() + self._reconnect_wait_s
             self._reconnect_wait_s = min(2 * self._reconnect_wait_s, _MAX_RECONNECT_S)
 
     def _reconnect(self) -> None:
