@@ -71,7 +71,6 @@ class Continuity:
             None to ask at once.
 
     After an answer the batches that waited are handed on in portions: call `take_held` while `has_ready`.
-
     Memory: at most `max_held` payloads of `max_held_bytes` together, and what `ReplayedBatches` takes.
     """
 
