@@ -209,5 +209,6 @@ def shrink(
     """
     moves = plan.plan_drain(pool, num_blocks, pinned=pinned)
     relocation = apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved)
+    pool.store_pending()  # a block that goes may hold bytes that tiers do not have yet
     pool.shrink(num_blocks)
     return relocation
