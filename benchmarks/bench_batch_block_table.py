@@ -22,7 +22,7 @@ import kv_pool
 from kv_pool import BlockPool
 from kv_pool.manager import table_rows
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.slot_mapping import SlotMapping
 
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from bench_block_pool import describe_run
 
 import kv_pool
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.slot_mapping import SlotMapping
 
 OURS, VLLM = "kv_pool", "vLLM"

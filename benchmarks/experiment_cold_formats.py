@@ -21,7 +21,7 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage, paged_attention
 from kv_pool.integrations.transformers.cache import attend_over_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request import Request
+from kv_pool.manager.requests.request import Request
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.tiers.formats import BlockFormat, make_format
 from kv_pool.tiers.formats.block_axes import BlockAxes, read_axes

@@ -35,9 +35,7 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import BlockHash, BlockMove
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.cached_prefix import CachedPrefix
-from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -45,8 +43,10 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.leases import BlockLeases, LeaseKind
-from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
+from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, PlaceholderRange, Request
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.manager.swap.plan import SwapPlan

@@ -146,7 +146,7 @@ def test_bound_methods_have_types():
 
 def test_help_of_the_manager_documents_its_methods():
     text = pydoc.render_doc(KVCacheManager, renderer=pydoc.plaintext)
-    assert "request: kv_pool.manager.request.SchedulableRequest" in text
+    assert "request: kv_pool.manager.requests.request.SchedulableRequest" in text
     assert "Make room for the next `num_new_tokens` tokens of the request." in text
 
 

@@ -33,7 +33,7 @@ SHOWN = [
     "kv_pool.integrations.nano_vllm",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.preemption",
-    "kv_pool.manager.request",
+    "kv_pool.manager.requests.request",
     "kv_pool.storage.kv_storage",
     "kv_pool.tiers.formats.make_format",
     "kv_pool.tiers.tier",

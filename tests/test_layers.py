@@ -112,6 +112,25 @@ def test_modules_do_not_import_each_other_in_circles():
     assert find_circle(imports) == []
 
 
+def folder_of(module):
+    """The folder of what is imported: `kv_pool.manager.swap` of `kv_pool.manager.swap.plan.SwapPlan`."""
+    while not PACKAGE.parent.joinpath(*module.split(".")).is_dir():
+        module = module.rpartition(".")[0]
+    return module
+
+
+def test_folders_of_a_package_do_not_import_each_other_in_circles():
+    """Inside functions, too: a folder is above or below another one."""
+    imports = {}
+    for path in FILES:
+        folder = ".".join(path.relative_to(PACKAGE.parent).parent.parts)
+        part = ".".join(folder.split(".")[:2])
+        imported = {folder_of(name) for name in imported_by(path) if name.startswith(part + ".")}
+        imports.setdefault(folder, set()).update(imported - {folder, "kv_pool"})
+    assert {"kv_pool.manager.swap", "kv_pool.tiers.dump"} <= imports.keys()
+    assert find_circle(imports) == []
+
+
 def test_a_circle_would_be_noticed():
     assert find_circle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c"]
     assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []

@@ -64,7 +64,7 @@ IN_WORDS = """
 import numpy as np
 
 from kv_pool import BlockHash, BlockHasher, KVCacheManager, Request
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 
 hasher = BlockHasher("sha256", block_size=4)
 request = Request("r", np.arange(10, dtype=np.int32), hasher)

@@ -1,8 +1,8 @@
 """The numbered truths about runs and compaction, each one executable; beside those of `core/invariants.py`.
 
-    R1  ages has one byte for each block;  ages[b] != 0  <=>  b is in the free queue
-    R2  from the front of the queue to its back the ages of blocks with content never fall
-    R3  no age is above `now`
+    F1  ages has one byte for each block;  ages[b] != 0  <=>  b is in the free queue
+    F2  from the front of the queue to its back the ages of blocks with content never fall
+    F3  no age is above `now`
 
     C1  sources and targets are disjoint, and no id is twice in either
     C2  every source is in use, cached or watched; every target is free, and not cached once it is copied over
@@ -17,7 +17,7 @@
     C9  a slot that was moved away from is written only behind the copy
     C10 a copy that fails leaves every id as it was
 
-R1 to R3 hold whenever no method of the pool is running. C1 to C3 are checked by every `apply_moves`. C4 to C8
+F1 to F3 hold whenever no method of the pool is running. C1 to C3 are checked by every `apply_moves`. C4 to C8
 and C10 compare what was before with what is after. C9 is kept by the engine's order of work and shows as C4.
 Never compiled: for tests, and for whoever changes the index or what an id is a key to.
 """
@@ -35,16 +35,16 @@ from kv_pool.ids import BlockMove
 
 
 def check(pool: RunBlockPool) -> None:
-    """The core's invariants and R1 to R3. O(number of blocks). Raises CorruptedPoolError."""
+    """The core's invariants and F1 to F3. O(number of blocks). Raises CorruptedPoolError."""
     invariants.check(pool)
     index = pool.run_index
     if len(index.ages) != pool.num_gpu_blocks:
-        raise CorruptedPoolError(f"R1: {len(index.ages)} ages for {pool.num_gpu_blocks} blocks")
+        raise CorruptedPoolError(f"F1: {len(index.ages)} ages for {pool.num_gpu_blocks} blocks")
     for block in pool.blocks:
         is_free = block.ref_cnt == 0 and not block.is_null
         if (index.ages[block.block_id] != IN_USE) != is_free:
             raise CorruptedPoolError(
-                f"R1: block {block.block_id} is {'' if is_free else 'not '}free and has the age "
+                f"F1: block {block.block_id} is {'' if is_free else 'not '}free and has the age "
                 f"{index.ages[block.block_id]}"
             )
     last = EMPTY
@@ -52,10 +52,10 @@ def check(pool: RunBlockPool) -> None:
         age = index.ages[block.block_id]
         if age > EMPTY:
             if age < last:
-                raise CorruptedPoolError(f"R2: block {block.block_id} has the age {age} behind one of {last}")
+                raise CorruptedPoolError(f"F2: block {block.block_id} has the age {age} behind one of {last}")
             last = age
     if max(index.ages) > index.now:
-        raise CorruptedPoolError(f"R3: an age of {max(index.ages)}, and it is {index.now} now")
+        raise CorruptedPoolError(f"F3: an age of {max(index.ages)}, and it is {index.now} now")
 
 
 class Snapshot:

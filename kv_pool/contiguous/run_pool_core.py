@@ -8,17 +8,13 @@ from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import FreeRunIndex
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.freeing import free_all
+from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
-from kv_pool.core.pool_core import (
-    BlockPoolCore,
-    as_pairs,
-    free_all,
-    swap_ids,
-    take_first,
-    take_listed,
-    touch_all,
-)
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.taking import take_first, take_listed
+from kv_pool.core.touching import touch_all
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -66,7 +62,6 @@ class RunPoolCore(BlockPoolCore):
             dense_events=dense_events,
         )
         self.early_share: float = early_share
-        self.epoch: int = 0
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share)
         self.rebuild_index()
 
@@ -329,10 +324,6 @@ class RunPoolCore(BlockPoolCore):
         on_ids_swapped = getattr(self.metrics_collector, "on_ids_swapped", None)
         if on_ids_swapped is not None:
             on_ids_swapped(listed)
-
-    def _put_ids(self) -> None:
-        super()._put_ids()
-        self.epoch += 1
 
     def add_blocks(self, num_blocks: int) -> None:
         try:

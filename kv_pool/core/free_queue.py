@@ -1,7 +1,7 @@
 """`FreeKVCacheBlockQueue`: the free blocks, next to be reused first."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import (
@@ -11,6 +11,9 @@ from kv_pool.errors import (
     InvalidTypeError,
     OutOfBlocksError,
 )
+
+BAND_END: Final = -1
+"""The ref_cnt of a marker at the end of a band, which no block has."""
 
 
 class FreeKVCacheBlockQueue:
@@ -22,6 +25,12 @@ class FreeKVCacheBlockQueue:
     block needs. Both links of a block outside the queue are None. The queue does not look at reference
     counts and does not find out whether an appended block is already linked: its owner, `BlockPool`,
     keeps "linked exactly when ref_cnt is 0" (invariant Q3).
+
+    An `EvictionOrder` divides the queue into bands; the end of each is a marker in the list, with a ref_cnt
+    of `BAND_END`, which is no block: nothing that returns or counts blocks includes it.
+
+    Attributes:
+        append_before: the marker, or the tail, in front of which `append` and `append_n` put blocks.
 
     Args:
         blocks: distinct blocks; the first is reused first. Their links are overwritten.
@@ -37,6 +46,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks: int = len(listed)
         self.fake_free_list_head: KVCacheBlock = KVCacheBlock(-1)
         self.fake_free_list_tail: KVCacheBlock = KVCacheBlock(-1)
+        self.append_before: KVCacheBlock = self.fake_free_list_tail
         self._is_made = True
         link(self.fake_free_list_head, listed, self.fake_free_list_tail)
 
@@ -77,6 +87,10 @@ class FreeKVCacheBlockQueue:
                     "the counter is out of sync with the queue"
                 )
             raise OutOfBlocksError("No free blocks available")
+        if block.ref_cnt == BAND_END:
+            block = self._find_first()
+            self.remove(block)
+            return block
         after = block.next_free_block
         if after is None:
             raise CorruptedPoolError(f"the first free block has no next_free_block: {block!r}")
@@ -98,6 +112,10 @@ class FreeKVCacheBlockQueue:
             raise InvalidArgumentError(f"asked for {n} blocks, {self.num_free_blocks} are in the free queue")
         taken: list[KVCacheBlock] = []
         if n == 0:
+            return taken
+        if self.append_before is not self.fake_free_list_tail:
+            while len(taken) < n:
+                taken.append(self.popleft())
             return taken
         head = self.fake_free_list_head
         block = head.next_free_block
@@ -149,7 +167,7 @@ class FreeKVCacheBlockQueue:
         Raises:
             CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
         """
-        tail = self.fake_free_list_tail
+        tail = self.append_before
         before = tail.prev_free_block
         if before is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
@@ -169,7 +187,7 @@ class FreeKVCacheBlockQueue:
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
             return
-        tail = self.fake_free_list_tail
+        tail = self.append_before
         before = tail.prev_free_block
         if before is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
@@ -197,7 +215,7 @@ class FreeKVCacheBlockQueue:
         """Raise CorruptedPoolError if a sentinel is not linked."""
         if self.fake_free_list_head.next_free_block is None:
             raise CorruptedPoolError("the head of the free queue has no next_free_block")
-        if self.fake_free_list_tail.prev_free_block is None:
+        if self.append_before.prev_free_block is None:
             raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
 
     def splice(
@@ -216,7 +234,7 @@ class FreeKVCacheBlockQueue:
             CorruptedPoolError: a sentinel is not linked. Nothing has changed.
         """
         head = self.fake_free_list_head
-        tail = self.fake_free_list_tail
+        tail = self.append_before
         if head.next_free_block is None or tail.prev_free_block is None:
             self.check_linked()
         num_free = self.num_free_blocks + num_front + num_back
@@ -248,7 +266,8 @@ class FreeKVCacheBlockQueue:
         while block is not tail:
             if block is None:
                 raise CorruptedPoolError(f"the free queue breaks off after {len(blocks)} blocks")
-            blocks.append(block)
+            if block.ref_cnt != BAND_END:
+                blocks.append(block)
             block = block.next_free_block
         return blocks
 
@@ -261,8 +280,21 @@ class FreeKVCacheBlockQueue:
         before = self.fake_free_list_head if cursor is None else cursor
         block = before.next_free_block
         while block is not None and block is not self.fake_free_list_tail:
-            yield block
+            if block.ref_cnt != BAND_END:
+                yield block
             block = block.next_free_block
+
+    def _find_first(self) -> KVCacheBlock:
+        """Return the first block behind the markers at the front.
+
+        Raises:
+            OutOfBlocksError: the queue is empty.
+            CorruptedPoolError: a link is missing.
+        """
+        for block in self.iter_blocks_after(None):
+            return block
+        self.check_linked()
+        raise OutOfBlocksError("No free blocks available")
 
 
 def link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:

@@ -10,9 +10,9 @@
     P5  b.ref_cnt >= 0
     P6  a block with secondary keys has a primary key, which is not among them
     P7  a held block is one of the pool's, in use and not null
-    M1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
-    M2  a block with a _next_cached_id of 0 or more is its primary key's entry, bare
-    M3  the map has as many keys as it counts
+    H1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
+    H2  a block with a _next_cached_id of 0 or more is its primary key's entry, bare
+    H3  the map has as many keys as it counts
 
 `check(pool)` raises CorruptedPoolError naming the first that fails. Never compiled: it is for tests,
 for a suspicious operator, and for whoever changes the core.
@@ -102,7 +102,7 @@ def check_holds(pool: BlockPool) -> None:
 
 
 def check_prefix_map(pool: BlockPool) -> None:
-    """M1, M2, M3, P2, P6. O(number of blocks and keys)."""
+    """H1, H2, H3, P2, P6. O(number of blocks and keys)."""
     carried: set[tuple[bytes, int]] = set()
     entries = pool.cached_block_hash_to_block._cache
     for block in pool.blocks:
@@ -120,10 +120,10 @@ def check_prefix_map(pool: BlockPool) -> None:
     for key, entry in entries.items():
         copies = {entry.block_id: entry} if isinstance(entry, KVCacheBlock) else entry
         if not copies:
-            raise CorruptedPoolError(f"M1: the entry for {key.hex()} is empty")
+            raise CorruptedPoolError(f"H1: the entry for {key.hex()} is empty")
         for block_id, block in copies.items():
             if block.block_id != block_id:
-                raise CorruptedPoolError(f"M1: block {block.block_id} is mapped under the id {block_id}")
+                raise CorruptedPoolError(f"H1: block {block.block_id} is mapped under the id {block_id}")
             if not 0 <= block_id < len(pool.blocks) or pool.blocks[block_id] is not block:
                 raise CorruptedPoolError(f"P2: the map has a block {block_id} that is not this pool's")
             if (key, block_id) not in carried:
@@ -135,8 +135,8 @@ def check_prefix_map(pool: BlockPool) -> None:
         raise CorruptedPoolError(f"P2: block {block_id} carries {unmapped.hex()}, which is not in the map")
     if len(entries) != pool.cached_block_hash_to_block._num_keys:
         raise CorruptedPoolError(
-            f"M3: the map has {len(entries)} keys and counts {pool.cached_block_hash_to_block._num_keys}"
+            f"H3: the map has {len(entries)} keys and counts {pool.cached_block_hash_to_block._num_keys}"
         )
     for block in pool.blocks:
         if block._next_cached_id >= 0 and entries.get(block._block_hash) is not block:
-            raise CorruptedPoolError(f"M2: block {block.block_id} is not the one entry of its hash")
+            raise CorruptedPoolError(f"H2: block {block.block_id} is not the one entry of its hash")

@@ -22,6 +22,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.core.stored_events import make_external_hash
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.events.place_blocks import Place
 from kv_pool.events.resident_blocks import find_place, is_dense
@@ -73,7 +74,7 @@ def check_resident(state: StreamState, *pools: BlockPool) -> None:
     for pool in pools:
         for key, entry in pool.cached_block_hash_to_block._cache.items():
             place = Place(pool.medium, get_group_id(key), None, None)
-            external_hash = pool._make_external_hash(get_block_hash(key))
+            external_hash = make_external_hash(pool, get_block_hash(key))
             carried[place, external_hash] += 1 if isinstance(entry, KVCacheBlock) else len(entry)
     resident = {(place, block_hash): num_copies for place, block_hash, num_copies in state.resident}
     for wrong in carried.keys() ^ resident.keys():

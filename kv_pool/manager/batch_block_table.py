@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
 
 BlockIdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -17,7 +17,7 @@ class BatchBlockTable:
     """The block ids of a batch as attention kernels take them: a row per request, padded with the null block.
 
         >>> from kv_pool import BlockPool
-        >>> from kv_pool.manager.block_table import BlockTable
+        >>> from kv_pool.manager.block_groups.block_table import BlockTable
         >>> table = BlockTable()
         >>> table.blocks.extend(BlockPool(10, True, 4).get_new_blocks(3))
         >>> batch = BatchBlockTable(max_num_requests=2, max_num_blocks_per_request=5, block_size=4)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
-from kv_pool.manager.kv_cache_spec import KVCacheSpec
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 
 
 def label_events(events: list[KVCacheEvent], groups: Sequence[KVCacheSpec]) -> list[KVCacheEvent]:

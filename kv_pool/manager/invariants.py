@@ -50,17 +50,17 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.manager.block_table import BlockTable
-from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.leases import BlockLeases, LeaseKind, LeaseState
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.claim import EXPIRED, NEVER, PINNED, is_pin
 from kv_pool.manager.retention.covers import Cover

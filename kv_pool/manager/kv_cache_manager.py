@@ -18,16 +18,16 @@ from kv_pool.ids import BlockHash, BlockMove
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport, evict_wrong_blocks, report_invalid_blocks
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.prefix_caching import PrefixCaching
-from kv_pool.manager.prefix_hit import find_common_hit
-from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.request_checks import check_block_size, check_bound, check_prefix, get_request_id
+from kv_pool.manager.prefix_hit import check_prefix, find_common_hit
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.slot_needs import SlotNeeds
 

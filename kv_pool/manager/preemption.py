@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 
 R = TypeVar("R")
 

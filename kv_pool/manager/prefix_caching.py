@@ -10,8 +10,8 @@ from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_table import BlockTable
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.requests.request import SchedulableRequest
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)

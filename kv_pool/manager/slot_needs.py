@@ -7,7 +7,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.retention.block_retention import BlockRetention
 
 

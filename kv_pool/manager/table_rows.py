@@ -6,7 +6,7 @@ Plain typed Python without NumPy, so that it compiles: `find_changed_rows` visit
 from mypy_extensions import i64
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 
 
 class TableRow:

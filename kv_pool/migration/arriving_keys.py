@@ -10,6 +10,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import make_stored
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.migration.site import OfferedBlock
 
@@ -45,8 +46,8 @@ def insert_keys(
         parent = None if offered.parent is None else BlockHash(offered.parent)
         group_id = get_group_id(key)
         known = KnownTokens(list(offered.token_ids))
-        return pool._make_stored(
-            known, [get_block_hash(key)], parent, 0, find_block_size(group_id), group_id, make
+        return make_stored(
+            pool, known, [get_block_hash(key)], parent, 0, find_block_size(group_id), group_id, make
         )
 
     keys = [BlockHashWithGroupId(key) for key in offered.keys]

@@ -22,7 +22,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError, StaleTransferError
 from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.migration.site import MigrationSite
 from kv_pool.migration.source import SourceTransfers

@@ -26,9 +26,9 @@ from kv_pool.errors import (
 )
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.swap.sides import DeviceSide
 from kv_pool.migration.arriving_keys import insert_keys, list_keys

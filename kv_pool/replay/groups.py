@@ -1,7 +1,7 @@
 """`parse_groups`: the KV cache groups of a model, written as `full,window:1024`."""
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,

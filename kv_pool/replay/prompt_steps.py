@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.kv_cache_spec import KVCacheSpec, MambaSpec
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.host_prefix import HostPrefixes
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.read_back_plan import ReadBackPlan

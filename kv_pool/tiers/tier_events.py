@@ -11,6 +11,7 @@ from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import hashes_of, make_stored
 from kv_pool.events.stored_spans import take_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
@@ -57,10 +58,10 @@ class TierEvents:
         pool = self._pool
         parent: BlockHash | None = None
         if num_cached_blocks:
-            (parent,) = pool._hashes_of(request, num_cached_blocks - 1, num_cached_blocks, block_size)
+            (parent,) = hashes_of(pool, request, num_cached_blocks - 1, num_cached_blocks, block_size)
         start = num_cached_blocks * block_size
         spanned: list[BlockHash | None] = list(hashes)
-        span: Any = pool._make_stored(request, spanned, parent, start, block_size, group_id, BlockStored)
+        span: Any = make_stored(pool, request, spanned, parent, start, block_size, group_id, BlockStored)
         suffix = group_id.to_bytes(4, "big")
         for position, block_hash in enumerate(hashes):
             key = BlockHashWithGroupId(block_hash + suffix)

@@ -1,4 +1,4 @@
-"""Each of R1 to R3 is broken by hand, and its check names it. C1 to C10: test_compaction.py."""
+"""Each of F1 to F3 is broken by hand, and its check names it. C1 to C10: test_compaction.py."""
 
 import pytest
 from contiguous.slot_engine import make_run_pool
@@ -36,12 +36,12 @@ def see_the_future(pool):
 @pytest.mark.parametrize(
     ("damage", "broken"),
     [
-        (lose_a_byte, "R1"),
-        (miss_a_free_block, "R1"),
-        (miss_a_block_in_use, "R1"),
-        (list_the_null_block, "R1"),
-        (let_the_front_be_younger, "R2"),
-        (see_the_future, "R3"),
+        (lose_a_byte, "F1"),
+        (miss_a_free_block, "F1"),
+        (miss_a_block_in_use, "F1"),
+        (list_the_null_block, "F1"),
+        (let_the_front_be_younger, "F2"),
+        (see_the_future, "F3"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -23,8 +23,8 @@ from manager.token_engine import TokenEngine, mix
 
 from kv_pool import AllocStatus, BlockHasher, BlockPool, KVCacheManager, MambaSpec, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from kv_pool.manager.invariants import check_manager, check_writes
-from kv_pool.manager.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 
 VOCABULARY = 6
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kv_pool import BlockHasher, BlockPool, BlockRetention, CopyFailedError, KVCacheManager, Request
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec
 from kv_pool.manager.swap.swapper import BlockSwapper
 from kv_pool.storage.block_storage import BlockStorage
 

@@ -1,7 +1,7 @@
 """Block tables as the manager keeps them, for tests of what reads them."""
 
 from kv_pool import KVCacheBlock
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 
 NULL = KVCacheBlock(0, is_null=True)
 

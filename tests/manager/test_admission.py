@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, KVCacheManager, Request
 from kv_pool.core import invariants
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.cached_prefix import CachedPrefix
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.cached_prefix import CachedPrefix
 
 BLOCK_SIZE = 2
 HASHER = BlockHasher("sha256", "s", BLOCK_SIZE)

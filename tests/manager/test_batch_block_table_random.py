@@ -10,7 +10,7 @@ from kv_pool import BlockHasher, BlockMove, KVCacheManager, Request
 from kv_pool.contiguous.compaction import Relocation, pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.slot_mapping import SlotMapping
 
 NUM_ROWS, NUM_COLUMNS, NUM_BLOCKS, NUM_STEPS = 6, 12, 200, 60

@@ -6,7 +6,7 @@ from interrupting import interrupt_everywhere
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.manager import invariants
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 HASHER = BlockHasher(block_size=4)
 POOLS = {"blocks": BlockPool, "runs": RunBlockPool}

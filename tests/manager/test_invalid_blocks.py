@@ -5,13 +5,13 @@ from drawing import ids, state
 
 from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, InvalidBlockError, KVCacheManager, Request
 from kv_pool.core import invariants
-from kv_pool.manager.invalid_blocks import report_invalid_blocks
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.invalid_blocks import report_invalid_blocks
 
 HASHER = BlockHasher("sha256", "s", 4)
 

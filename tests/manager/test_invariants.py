@@ -166,7 +166,7 @@ def test_damage_of_a_pool_that_knows_its_runs_is_named():
     start(manager, request)
     check_manager(manager, [request])
     pool.run_index.ages[1] = 1
-    with pytest.raises(CorruptedPoolError, match=r"^R1:"):
+    with pytest.raises(CorruptedPoolError, match=r"^F1:"):
         check_manager(manager, [request])
 
 

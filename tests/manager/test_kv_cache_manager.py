@@ -16,7 +16,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
-from kv_pool.manager.kv_cache_spec import MambaSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec, SlidingWindowSpec
 
 HASHER = BlockHasher("sha256", "s", 4)
 

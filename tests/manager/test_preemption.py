@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, KVCacheManager, Request
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.preemption import (
     PreemptionCost,
     PreemptionKind,

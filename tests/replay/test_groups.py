@@ -6,7 +6,7 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,

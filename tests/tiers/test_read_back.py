@@ -6,7 +6,7 @@ from tiers.tier_engine import TierEngine
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.core import invariants as core_invariants
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.tiers import invariants
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache

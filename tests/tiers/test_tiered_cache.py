@@ -21,7 +21,7 @@ from kv_pool.contiguous.compaction import pack, shrink
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
 from kv_pool.errors import TierError
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.storage import BlockStorage

@@ -5,8 +5,8 @@ from manager.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
 
 from kv_pool import BlockPool, KVCacheManager, Request
 from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier

@@ -10,7 +10,7 @@ import torch
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.integrations.transformers.paged_attention import paged_attention
 from kv_pool.integrations.transformers.sequences import PagedSequences, pad_slots
-from kv_pool.manager.request import Request
+from kv_pool.manager.requests.request import Request
 
 
 class PagedBatch:

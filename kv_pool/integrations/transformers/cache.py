@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.transformers.batch import PagedBatch
 from kv_pool.integrations.transformers.sequences import PagedSequences
-from kv_pool.manager.request import Request
+from kv_pool.manager.requests.request import Request
 
 ATTENTION_NAME = "kv_pool"
 """The name under which transformers finds attention over blocks: `model.set_attn_implementation`."""

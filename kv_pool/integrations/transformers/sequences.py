@@ -18,8 +18,8 @@ from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
 from kv_pool.ids import BlockMove
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.positions import list_slots
-from kv_pool.manager.request import Request
-from kv_pool.manager.request_state import dump_request, load_request
+from kv_pool.manager.requests.request import Request
+from kv_pool.manager.requests.request_state import dump_request, load_request
 from kv_pool.migration.manager_site import ManagerSite
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.tiers.read_back import TierReadBack

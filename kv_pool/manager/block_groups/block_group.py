@@ -5,7 +5,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)

@@ -4,10 +4,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidTypeError
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.chunked_local_group import ChunkedLocalGroup
-from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.scratch_group import CrossAttentionGroup, EncoderOnlyGroup
-from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -16,6 +13,9 @@ from kv_pool.manager.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.block_groups.scratch_group import CrossAttentionGroup, EncoderOnlyGroup
+from kv_pool.manager.block_groups.sliding_window_group import SlidingWindowGroup
 
 
 def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: int, alignment: int) -> BlockGroup:
@@ -33,4 +33,6 @@ def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: int, alignment:
         return CrossAttentionGroup(pool, group_id, block_size)
     if isinstance(spec, EncoderOnlyAttentionSpec):
         return EncoderOnlyGroup(pool, group_id, block_size)
-    raise InvalidTypeError(f"{spec!r} is no spec of a KV cache group; see kv_pool.manager.kv_cache_spec")
+    raise InvalidTypeError(
+        f"{spec!r} is not a spec of a KV cache group; see kv_pool.manager.block_groups.kv_cache_spec"
+    )

@@ -4,7 +4,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 
 
 class MambaGroup(BlockGroup):

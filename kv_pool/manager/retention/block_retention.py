@@ -11,8 +11,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError
-from kv_pool.manager.request import SchedulableRequest
-from kv_pool.manager.request_checks import get_request_id
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NEVER, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
 from kv_pool.manager.retention.covers import Cover, Covers
 from kv_pool.manager.retention.deadlines import Deadlines
@@ -80,9 +80,6 @@ class BlockRetention:
                 f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
                 "blocks, 0 or more, and sessions, 1 or more"
             )
-        if block_pool._has_retention:
-            raise InvalidArgumentError("the pool has a retention already; several managers share that one")
-        block_pool._has_retention = True
         self.block_pool: BlockPoolCore = block_pool
         self._clock: Callable[[], float] = clock
         self._block_sizes: tuple[int, ...] = (block_pool.hash_block_size,)

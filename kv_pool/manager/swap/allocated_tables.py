@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.sides import list_tail_first
 
 

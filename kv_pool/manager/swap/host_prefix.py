@@ -5,7 +5,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kv_pool.ids import BlockHash
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)

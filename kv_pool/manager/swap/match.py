@@ -7,8 +7,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_table import BlockTable
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.sides import SwapSide
 
 

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from kv_pool.core.holds import Hold
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 
 
 class PlanState(Enum):

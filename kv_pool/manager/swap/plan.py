@@ -22,8 +22,8 @@ from kv_pool.core.extra_keys import check_announceable
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
 from kv_pool.ids import BlockHashWithGroupId, BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_table import BlockTable
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.allocated_tables import AllocatedTables
 from kv_pool.manager.swap.match import Match, count_skipped_blocks, find_key
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan

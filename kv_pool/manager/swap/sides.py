@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.manager.block_table import BlockTable
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 
 

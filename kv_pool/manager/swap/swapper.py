@@ -11,12 +11,12 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.request import SchedulableRequest
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.swap.host_prefix import HostPrefixes
 from kv_pool.manager.swap.match import Match, match_tables
 from kv_pool.manager.swap.open_plans import OpenPlans

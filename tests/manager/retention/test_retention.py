@@ -14,8 +14,8 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.core import invariants
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.invariants import check_retention
-from kv_pool.manager.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 HASHER = BlockHasher("sha256", "s", 4)
 OPTIONS = {"max_pinned_blocks": 4}

@@ -13,7 +13,7 @@ from manager.swap_engine import SwapEngine
 
 from kv_pool import CopyFailedError, InvalidArgumentError, PlanClosedError
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,

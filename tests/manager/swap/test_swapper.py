@@ -23,7 +23,7 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.events import PrefixMirror
 from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.kv_cache_spec import (
+from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,

@@ -8,8 +8,8 @@ import pytest
 from damage import craft_or_damage
 
 from kv_pool import BlockHasher, InvalidArgumentError, KVPoolError, Request
-from kv_pool.manager.request import LoRARequest, MultiModalFeature, PlaceholderRange
-from kv_pool.manager.request_state import RequestState, dump_request, load_request
+from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, PlaceholderRange
+from kv_pool.manager.requests.request_state import RequestState, dump_request, load_request
 
 HASHER = BlockHasher("sha256", block_size=4)
 

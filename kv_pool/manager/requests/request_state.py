@@ -5,7 +5,7 @@ import msgspec
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
-from kv_pool.manager.request import LoRARequest, MultiModalFeature, Request
+from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, Request
 
 
 class RequestState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

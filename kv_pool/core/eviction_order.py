@@ -1,0 +1,224 @@
+"""`EvictionOrder`: bands of the free queue, so that some cached blocks are reused before or after others."""
+
+from bisect import bisect_left
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+
+MAX_BAND: Final = 100
+"""Bands go from -MAX_BAND to MAX_BAND."""
+
+DEFAULT_BAND: Final = 0
+"""Cached blocks without a band of their own, least recently freed first: vLLM's LRU order."""
+
+EXPIRED_BAND: Final = -MAX_BAND - 1
+"""Cached blocks that were kept until a deadline, which has passed."""
+
+_EMPTY_BAND: Final = -MAX_BAND - 2
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Placement:
+    """Chooses the bands of blocks that become free. A pool has one or none: `BlockPool.open_bands`."""
+
+    def place(self, freed: list[KVCacheBlock]) -> None:
+        """Move those of these blocks that became free to their bands, by `BlockPool.move_to_band`.
+
+        Called at the end of each call that frees blocks. Those that became free are in the default band by
+        then, or at the front of the queue if they have no hash.
+
+        Args:
+            freed: blocks that lost a reference, in the order of the call. Some may still be in use.
+        """
+        raise NotImplementedError
+
+    def note_reset(self) -> None:
+        """The prefix cache was reset: no block has content, and no bands are left but the default one."""
+        raise NotImplementedError
+
+
+class EvictionOrder:
+    """The bands of a free queue, lowest first: blocks of a lower band are reused before those of a higher.
+
+        head   empty ||  expired ||  -100 ... -1 ||  default ||  1 ... 100 ||  tail       || end of a band
+
+    One list runs through all bands: the queue counts all its blocks, its front is the block that is reused
+    next, and calls that take, touch or list free blocks need not know of bands. The end of a band is a marker
+    in the list. Bands other than the empty and the default one have markers only while they have blocks. A
+    queue whose bands are not open has no markers, and no costs.
+
+    Attributes:
+        is_open: the queue has bands.
+    """
+
+    def __init__(self, queue: FreeKVCacheBlockQueue) -> None:
+        self._queue: FreeKVCacheBlockQueue = queue
+        self.is_open: bool = False
+        self._bands: list[int] = []  # those that have markers, lowest first
+        self._ends: dict[int, KVCacheBlock] = {}
+
+    def list_bands(self) -> list[tuple[int, list[KVCacheBlock]]]:
+        """Each band between the empty one and the tail, lowest first, and its blocks. O(free blocks)."""
+        found: list[tuple[int, list[KVCacheBlock]]] = []
+        band_of = {end: band for band, end in self._ends.items()}
+        blocks: list[KVCacheBlock] = []
+        block = self._queue.fake_free_list_head.next_free_block
+        while block is not None and block is not self._queue.fake_free_list_tail:
+            if block.ref_cnt != BAND_END:
+                blocks.append(block)
+            else:
+                if band_of[block] != _EMPTY_BAND:
+                    found.append((band_of[block], blocks))
+                blocks = []
+            block = block.next_free_block
+        return found
+
+    def open(self) -> None:
+        """Give the queue an empty and a default band. O(free blocks without content)."""
+        if self.is_open:
+            return
+        queue = self._queue
+        tail = queue.fake_free_list_tail
+        first = queue.fake_free_list_head.next_free_block
+        while first is not None and first is not tail and first._block_hash is None:
+            first = first.next_free_block
+        assert first is not None
+        empty_end = KVCacheBlock(-1, BAND_END)
+        default_end = KVCacheBlock(-1, BAND_END)
+        ends = {_EMPTY_BAND: empty_end, DEFAULT_BAND: default_end}
+        bands = [_EMPTY_BAND, DEFAULT_BAND]
+        # No call from here on, as wherever markers move: an interrupt finds all of it done, or nothing.
+        before = first.prev_free_block
+        assert before is not None
+        empty_end.prev_free_block = before
+        empty_end.next_free_block = first
+        before.next_free_block = empty_end
+        first.prev_free_block = empty_end
+        before = tail.prev_free_block
+        assert before is not None
+        default_end.prev_free_block = before
+        default_end.next_free_block = tail
+        before.next_free_block = default_end
+        tail.prev_free_block = default_end
+        queue.append_before = default_end
+        self._ends = ends
+        self._bands = bands
+        self.is_open = True
+
+    def move(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Put free blocks at the back of a band, in the given order. O(len(blocks)).
+
+        Raises:
+            InvalidArgumentError: no such band.
+            InvalidBlockError: a block is not in the queue. In both cases nothing has changed.
+        """
+        if not self.is_open:
+            raise InvalidArgumentError("the pool has no bands; open_bands() gives it some")
+        for block in blocks:
+            if block.next_free_block is None or block.prev_free_block is None:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is in use; only free blocks are moved to a band"
+                )
+        end = self._find_end(band)
+        for block in blocks:
+            before = block.prev_free_block
+            after = block.next_free_block
+            last = end.prev_free_block
+            assert before is not None
+            assert after is not None
+            assert last is not None
+            if last is block:
+                continue
+            # No call until the block is at its new place.
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = last
+            block.next_free_block = end
+            last.next_free_block = block
+            end.prev_free_block = block
+
+    def merge(self) -> None:
+        """Make all bands but the empty one the default band; the order of the blocks stays. O(bands)."""
+        for band in self._bands.copy():
+            if band not in (_EMPTY_BAND, DEFAULT_BAND):
+                self._drop(band)
+        if self.is_open:
+            self._move_end(self._ends[DEFAULT_BAND], self._queue.fake_free_list_tail)
+
+    def note_all_empty(self) -> None:
+        """All free blocks have lost their content: they are in the empty band. O(bands)."""
+        self.merge()
+        if self.is_open:
+            self._move_end(self._ends[_EMPTY_BAND], self._ends[DEFAULT_BAND])
+
+    def move_to_front(self, blocks: list[KVCacheBlock]) -> None:
+        """Put free blocks that have lost their content at the back of the empty band. O(len(blocks))."""
+        self.move(blocks, _EMPTY_BAND)
+
+    def _find_end(self, band: int) -> KVCacheBlock:
+        """Return the end of a band; a band without blocks gets its marker."""
+        end = self._ends.get(band)
+        if end is not None:
+            return end
+        if not EXPIRED_BAND <= band <= MAX_BAND:
+            raise InvalidArgumentError(f"the band is {band}; bands go from {-MAX_BAND} to {MAX_BAND}")
+        for other in self._bands.copy():
+            self._drop_if_empty(other)
+        bands = self._bands.copy()
+        position = bisect_left(bands, band)
+        below = self._ends[bands[position - 1]]
+        end = KVCacheBlock(-1, BAND_END)
+        bands.insert(position, band)
+        ends = {**self._ends, band: end}
+        after = below.next_free_block
+        assert after is not None
+        end.prev_free_block = below
+        end.next_free_block = after
+        below.next_free_block = end
+        after.prev_free_block = end
+        self._bands = bands
+        self._ends = ends
+        return end
+
+    def _drop_if_empty(self, band: int) -> None:
+        """Remove the marker of a band without blocks."""
+        before = self._ends[band].prev_free_block
+        if band not in (_EMPTY_BAND, DEFAULT_BAND) and before is not None and before.ref_cnt == BAND_END:
+            self._drop(band)
+
+    def _drop(self, band: int) -> None:
+        """Remove the marker of a band; its blocks are at the front of the next one."""
+        end = self._ends[band]
+        ends = {other: marker for other, marker in self._ends.items() if other != band}
+        bands = [other for other in self._bands if other != band]
+        before = end.prev_free_block
+        after = end.next_free_block
+        assert before is not None
+        assert after is not None
+        before.next_free_block = after
+        after.prev_free_block = before
+        end.prev_free_block = None
+        end.next_free_block = None
+        self._ends = ends
+        self._bands = bands
+
+    def _move_end(self, end: KVCacheBlock, target: KVCacheBlock) -> None:
+        """Move a marker to the place in front of another element of the list."""
+        before = end.prev_free_block
+        after = end.next_free_block
+        last = target.prev_free_block
+        assert before is not None
+        assert after is not None
+        assert last is not None
+        if last is end:
+            return
+        before.next_free_block = after
+        after.prev_free_block = before
+        end.prev_free_block = last
+        end.next_free_block = target
+        last.next_free_block = end
+        target.prev_free_block = end

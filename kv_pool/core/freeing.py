@@ -1,0 +1,165 @@
+"""Dropping references: `free_blocks`, `unpin_blocks`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mypy_extensions import i64
+
+from kv_pool.core.arguments import as_list
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import check_ours, raise_typed
+from kv_pool.core.pool_state import NOTHING, UNDO_FREEING, WATCHING, PoolState
+from kv_pool.errors import InvalidBlockError, InvalidTypeError
+
+
+def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
+    """See `BlockPool.free_blocks`; empties the list in the same step, if asked to."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    owner = pool._owner
+    caching = pool.enable_caching
+    # Two chains are linked on the way, and spliced into the queue when all went well.
+    front_first: KVCacheBlock | None = None
+    front_last: KVCacheBlock | None = None
+    back_first: KVCacheBlock | None = None
+    back_last: KVCacheBlock | None = None
+    num_front: i64 = 0
+    num_back: i64 = 0
+    foreign: list[KVCacheBlock] | None = None
+    by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
+    num_done: i64 = 0
+    is_freed = False
+    try:
+        for block in listed:
+            if block.is_null:
+                num_done += 1
+                continue
+            if block._owner is not owner and block._owner is not None:
+                if foreign is None:
+                    foreign = []
+                foreign.append(block)
+                num_done += 1
+                continue
+            ref_cnt = block.ref_cnt - 1
+            if ref_cnt < 0 and block._owner is not None:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
+                    "Was it freed twice?"
+                )
+            block.ref_cnt = ref_cnt
+            num_done += 1
+            if ref_cnt != 0:
+                continue
+            if block._block_hash is None or not caching:
+                if front_last is None:
+                    front_first = block
+                else:
+                    front_last.next_free_block = block
+                    block.prev_free_block = front_last
+                front_last = block
+                num_front += 1
+            else:
+                if back_last is None:
+                    back_first = block
+                else:
+                    back_last.next_free_block = block
+                    block.prev_free_block = back_last
+                back_last = block
+                num_back += 1
+        if foreign is not None:
+            by_pool = group_by_pool(foreign)
+        pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
+        is_freed = True
+        if empties:
+            listed.clear()
+    except BaseException as error:
+        if is_freed:
+            if empties:
+                listed.clear()
+            raise
+        pool._unfinished_blocks = listed
+        pool._unfinished_count = num_done
+        pool._unfinished = UNDO_FREEING
+        pool._recover()
+        raise_typed(error, listed, "free_blocks(ordered_blocks)")
+    if by_pool is not None:
+        for other, theirs in by_pool.values():
+            other.free_blocks(theirs)
+
+
+def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
+    """As `free_all`; the pool's placement moves the blocks to their bands."""
+    placement = pool._placement
+    freed = listed.copy()
+    free_all(pool, listed, empties)
+    if placement is not None:
+        placement.place(freed)
+
+
+def unpin_all(
+    pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
+) -> None:
+    """See `BlockPool.unpin_blocks`."""
+    if not callable(on_reuse):
+        raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; it is called with the block")
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    owner = pool._owner
+    queue = pool.free_block_queue
+    listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
+    first: KVCacheBlock | None = None
+    last: KVCacheBlock | None = None
+    num_freed: i64 = 0
+    num_done: i64 = 0
+    is_freed = False
+    try:
+        for block in listed:
+            check_ours(block, owner, "unpin_blocks()")
+            if block.is_null or block.ref_cnt < 1:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is {'the null block' if block.is_null else 'free'}; "
+                    "unpin_blocks() takes blocks that are in use"
+                )
+            block.ref_cnt -= 1
+            num_done += 1
+            if block.ref_cnt == 0:
+                if last is None:
+                    first = block
+                else:
+                    last.next_free_block = block
+                    block.prev_free_block = last
+                last = block
+                num_freed += 1
+        queue.splice(None, None, 0, first, last, num_freed)
+        is_freed = True
+        watchers = pool._reuse_watchers
+        for block in listed:
+            watchers[block.block_id] = on_reuse
+    except BaseException as error:
+        pool._unfinished_blocks = listed
+        pool._unfinished_count = num_done
+        pool._unfinished_watcher = on_reuse
+        pool._unfinished = WATCHING if is_freed else UNDO_FREEING
+        pool._recover()
+        raise_typed(error, listed, "unpin_blocks()")
+
+
+def group_by_pool(
+    blocks: list[KVCacheBlock],
+) -> dict[int, tuple[Any, list[KVCacheBlock]]]:
+    """Blocks of other pools, by pool in order of appearance, after checking that each may be freed."""
+    by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] = {}
+    references: dict[int, int] = {}
+    for block in blocks:
+        pool = block._owner()
+        if pool is None:
+            raise InvalidBlockError(f"block {block.block_id} belongs to a pool that is gone")
+        left = references.get(id(block), block.ref_cnt) - 1
+        if left < 0:
+            raise InvalidBlockError(
+                f"block {block.block_id} of another pool is free; free_blocks() takes blocks that are in "
+                "use. Was it freed twice?"
+            )
+        references[id(block)] = left
+        by_pool.setdefault(id(pool), (pool, []))[1].append(block)
+    return by_pool

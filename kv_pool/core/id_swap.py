@@ -1,0 +1,160 @@
+"""Exchanging the ids of blocks, after their bytes were moved."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mypy_extensions import i32
+
+from kv_pool.core.arguments import as_int, as_list, refuse_type
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_state import NOTHING, SWAPPING_IDS, IdSwap, PoolState, finish
+from kv_pool.errors import InvalidBlockError
+from kv_pool.ids import BlockHashWithGroupId
+
+
+def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
+    """See `BlockPool.swap_block_ids`."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    if pool.holds.list_holds():
+        pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
+    old = pool.blocks
+    num_blocks = len(old)
+    new = list(old)
+    any_cached = False
+    any_keyed_by_id = len(pool._reuse_watchers) > 0 or len(pool.cached_block_hashes_by_block) > 0
+    is_wrong = False
+    for first_id, second_id in pairs:
+        # An id that is another's by now has been listed before.
+        if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
+            is_wrong = True
+            break
+        first = old[first_id]
+        second = old[second_id]
+        if new[first_id] is not first or new[second_id] is not second:
+            is_wrong = True
+            break
+        new[first_id] = second
+        new[second_id] = first
+        if first._block_hash is not None or second._block_hash is not None:
+            any_cached = True
+            if first._next_cached_id < 0 or second._next_cached_id < 0:
+                any_keyed_by_id = True
+    if is_wrong:
+        raise InvalidBlockError(
+            f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
+        )
+    # All of it but the successors is worked out before anything changes, and put in place by `_recover`.
+    swap = IdSwap(tuple(new), list(pairs), any_cached)
+    new_ids: dict[int, int] = {}
+    if any_keyed_by_id:
+        new_ids.update(pairs)
+        new_ids.update([(second_id, first_id) for first_id, second_id in pairs])
+        if any_cached:
+            moved = [old[block_id] for block_id in new_ids]
+            swap.secondary, swap.copies = plan_rekeying(pool, moved, new_ids)
+    if pool._reuse_watchers:
+        swap.watchers = {
+            new_ids.get(block_id, block_id): on_reuse for block_id, on_reuse in pool._reuse_watchers.items()
+        }
+    pool._unfinished_swap = swap
+    pool._unfinished = SWAPPING_IDS
+    finish(pool)
+
+
+def put_ids(pool: PoolState) -> None:
+    """Put in place what `swap_block_ids` worked out; again, if it was interrupted."""
+    swap = pool._unfinished_swap
+    assert swap is not None
+    entries = pool.cached_block_hash_to_block._cache
+    for first_id, second_id in swap.pairs:
+        swap.blocks[first_id].block_id = first_id
+        swap.blocks[second_id].block_id = second_id
+    for key, copies in swap.copies:
+        entries[key] = copies
+    if swap.any_cached:
+        if swap.successors is None:
+            swap.successors = find_moved_successors(pool.blocks)
+        for index in range(0, len(swap.successors), 2):
+            swap.successors[index]._next_cached_id = swap.successors[index + 1].block_id
+    if swap.secondary is not None:
+        pool.cached_block_hashes_by_block = swap.secondary
+    if swap.watchers is not None:
+        pool._reuse_watchers = swap.watchers
+    pool.blocks = swap.blocks
+    pool.epoch += 1
+    pool._unfinished = NOTHING
+    pool._unfinished_swap = None
+
+
+def plan_rekeying(
+    pool: PoolState, moved: list[KVCacheBlock], new_ids: dict[int, int]
+) -> tuple[
+    dict[int, dict[BlockHashWithGroupId, None]] | None,
+    list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]],
+]:
+    """What is kept under the ids of these blocks, as it has to be when they have their new ids. Only looks.
+
+    Returns:
+        Secondary keys by block id, None where there are none; and the entries of the prefix map that are
+        keyed by block id, in order: the oldest copy is the one that is found.
+    """
+    secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
+    if pool.cached_block_hashes_by_block:
+        secondary = {
+            new_ids.get(block_id, block_id): keys
+            for block_id, keys in pool.cached_block_hashes_by_block.items()
+        }
+    entries = pool.cached_block_hash_to_block._cache
+    changed: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
+    for block in moved:
+        if block._block_hash is None or (block._next_cached_id >= 0 and secondary is None):
+            continue
+        keys: list[Any] = [block._block_hash]
+        if secondary is not None:
+            keys.extend(pool.cached_block_hashes_by_block.get(block.block_id, ()))
+        for key in keys:
+            copies = entries.get(key)
+            if isinstance(copies, dict) and key not in changed:
+                changed[key] = {new_ids.get(copy.block_id, copy.block_id): copy for copy in copies.values()}
+    return secondary, list(changed.items())
+
+
+def find_moved_successors(old: tuple[KVCacheBlock, ...]) -> list[KVCacheBlock]:
+    """Return each block that remembers its successor by an id which this has no longer, and the successor.
+
+    Args:
+        old: the blocks at their ids of before.
+    """
+    num_blocks: i32 = len(old)
+    found: list[KVCacheBlock] = []  # a pair for each would cost more than the search
+    for block in old:
+        next_id = block._next_cached_id
+        if 0 < next_id < num_blocks:
+            successor = old[next_id]
+            if successor.block_id != next_id:
+                found.append(block)
+                found.append(successor)
+    return found
+
+
+def as_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pairs of ids as a list of pairs of ints, a list of such as it is.
+
+    Raises:
+        InvalidTypeError: an element is not a pair of integers.
+    """
+    listed = as_list("pairs", pairs)
+    checked: list[Any] = listed
+    for position, pair in enumerate(listed):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            refuse_type(f"pairs[{position}]", pair, "a pair of int")
+        if isinstance(pair, tuple) and isinstance(pair[0], int) and isinstance(pair[1], int):
+            continue
+        if checked is listed:
+            checked = listed.copy()
+        checked[position] = (
+            as_int(f"pairs[{position}]", pair[0]),
+            as_int(f"pairs[{position}]", pair[1]),
+        )
+    return checked

@@ -1,0 +1,153 @@
+"""`PoolState`: what a block pool consists of; the files that change it import this one."""
+
+import gc
+from collections.abc import Callable
+from typing import Any, Final
+from weakref import ref
+
+from mypy_extensions import i32, i64, mypyc_attr
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.eviction_order import EvictionOrder, Placement
+from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.holds import BlockHolds
+from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
+from kv_pool.core.mode import COMPILED
+from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+
+# What `_recover` has to complete or undo.
+NOTHING: Final = 0
+UNDO_CACHING: Final = 1
+EVICTING: Final = 2
+MOVING_KEYS: Final = 3
+UNDO_TAKING_FIRST: Final = 10
+UNDO_TOUCHING: Final = 11
+CLEARING_LINKS: Final = 12
+UNDO_FREEING: Final = 13
+RESETTING: Final = 14
+SWAPPING_IDS: Final = 15
+CLEARING_LINKS_OF_TAKEN: Final = 16
+UNDO_TAKING_LISTED: Final = 17
+WATCHING: Final = 18
+
+
+class IdSwap:
+    """What `swap_block_ids` is about to put in place; see `recover`."""
+
+    def __init__(
+        self, blocks: tuple[KVCacheBlock, ...], pairs: list[tuple[int, int]], any_cached: bool
+    ) -> None:
+        self.blocks: tuple[KVCacheBlock, ...] = blocks
+        self.pairs: list[tuple[int, int]] = pairs
+        self.any_cached: bool = any_cached
+        self.secondary: dict[int, dict[BlockHashWithGroupId, None]] | None = None
+        self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
+        # See `find_moved_successors`; None until the blocks have their new ids.
+        self.successors: list[KVCacheBlock] | None = None
+        self.watchers: dict[int, Callable[[KVCacheBlock], None]] | None = None
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PoolState:
+    """The state of a pool. Functions of the files beside this one change it; see `recovery.py`.
+
+    A signal handler may raise wherever plain Python calls something or jumps back, and any allocation may
+    fail. What has to change together is therefore a stretch of assignments without calls, after all
+    allocations. A call that is interrupted all the same notes in `_unfinished` what `_recover` has to
+    complete or undo.
+    """
+
+    def __init__(
+        self,
+        blocks: list[KVCacheBlock],
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool,
+        metrics_collector: BlockObserver | None,
+        num_hash_lookahead_tokens: int,
+        medium: str,
+        event_types: KVEventTypes,
+        use_int_block_hashes: bool,
+        dense_events: bool,
+    ) -> None:
+        if not isinstance(hash_block_size, int) or hash_block_size < 1:
+            raise InvalidArgumentError(
+                f"hash_block_size is {hash_block_size!r}; it counts tokens, at least 1"
+            )
+        self.hash_block_size: int = hash_block_size
+        self.enable_kv_cache_events: bool = enable_kv_cache_events
+        self.metrics_collector: BlockObserver | None = metrics_collector
+        self.num_hash_lookahead_tokens: int = num_hash_lookahead_tokens
+        self.medium: str = medium
+        self._stored_type: Any = event_types.stored
+        self._removed_type: Any = event_types.removed
+        self._cleared_type: Any = event_types.cleared
+        self._reported_type: Any = event_types.reported or event_types.stored
+        self.use_int_block_hashes: bool = use_int_block_hashes
+        self.dense_events: bool = dense_events
+        self.num_evictions: int = 0
+        self.colder_tiers: ColderTiers | None = None
+        self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()
+        # Secondary keys, oldest first: block id -> {key: None}. The primary key is on the block.
+        self.cached_block_hashes_by_block: dict[int, dict[BlockHashWithGroupId, None]] = {}
+        self._kv_event_queue: list[KVCacheEvent] = []
+        # Keys that are not in the map any more and have no event yet; empty unless a call was interrupted.
+        self._unannounced: list[BlockHashWithGroupId] = []
+        # What `_recover` does for a call that was interrupted, and with what.
+        self._unfinished: i64 = NOTHING
+        self._unfinished_blocks: list[KVCacheBlock] = []
+        self._unfinished_hashes: list[BlockHash] = []
+        self._unfinished_suffix: bytes = b""
+        self._owner: Any = ref(self)
+        for block in blocks:
+            block._owner = self._owner
+        # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
+        # and a young collection now lets that visit happen here instead of while requests are served.
+        self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
+        gc.collect(0)
+        # The block that was looked up last; the next look-up is likely for what was cached after it. To check
+        # that guess is cheaper than the map for compiled code, and dearer for interpreted code.
+        self._last_found: KVCacheBlock = self.blocks[0]
+        self._num_guessable: i32 = len(blocks) if COMPILED else 0
+        self._is_map_sure: bool = True
+        self._moved_keys: list[BlockHashWithGroupId] = []
+        self._moved_num_tokens: int | None = None
+        self.num_gpu_blocks: int = len(blocks)
+        self.enable_caching: bool = enable_caching
+        self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
+        self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self.holds: BlockHolds = BlockHolds(self._owner)
+        self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
+        self._placement: Placement | None = None
+        self._unfinished_count: i64 = 0
+        self._unfinished_total: int = 0
+        self._unfinished_swap: IdSwap | None = None
+        self._unfinished_watcher: Callable[[KVCacheBlock], None] | None = None
+        self.epoch: int = 0
+        self.null_block: KVCacheBlock = self.free_block_queue.popleft()
+        self.null_block.is_null = True
+
+    @property
+    def kv_event_queue(self) -> list[KVCacheEvent]:
+        """Events since the last `take_events()`. A property, so that a subclass may redirect it."""
+        return self._kv_event_queue
+
+    @kv_event_queue.setter
+    def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
+        self._kv_event_queue = events
+
+    def _recover(self) -> None:
+        """Finish or undo what an interrupted call left; may itself be interrupted and called again."""
+        raise NotImplementedError
+
+
+def finish(pool: PoolState) -> None:
+    """Do what is noted to be unfinished, to its end even if it is interrupted once."""
+    try:
+        pool._recover()
+    except BaseException:
+        pool._recover()
+        raise

@@ -1,0 +1,136 @@
+"""The keys of blocks, on the blocks and in the prefix map, kept in step; no events but of removals."""
+
+from typing import Any
+
+from mypy_extensions import i32, i64
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.evicting import drop_keys, evict
+from kv_pool.core.pool_state import PoolState
+from kv_pool.errors import CorruptedPoolError, InvalidBlockError
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
+
+
+def add_keys(
+    pool: PoolState,
+    before: KVCacheBlock,
+    blocks: list[KVCacheBlock],
+    hashes: list[BlockHash],
+    suffix: bytes,
+    num_tokens: i32,
+    block_size: i32,
+) -> None:
+    """Key each block that is not null by its hash and the suffix of its group; no event but of removals.
+
+    Args:
+        before: the block before the first one in the sequence, or the null block.
+        num_tokens: how many tokens come before the first block.
+    Raises:
+        Whatever interrupts it; `remove_added_keys` undoes what was done.
+    """
+    cache = pool.cached_block_hash_to_block
+    entries = cache._cache
+    owner = pool._owner
+    num_added: i64 = 0
+    num_keys: i64 = len(entries)
+    try:
+        for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+            num_tokens += block_size
+            if block.is_null:
+                continue
+            if block._block_hash is not None:
+                evict(pool, block)
+                num_keys = len(entries)
+            key = BlockHashWithGroupId(block_hash + suffix)
+            if entries.setdefault(key, block) is block and len(entries) > num_keys:
+                num_keys += 1
+                num_added += 1
+                block._next_cached_id = 0
+            elif cache.contain(key, block.block_id):
+                continue
+            else:
+                cache.insert(key, block)
+            block._block_hash = key
+            block._num_hash_tokens = num_tokens
+            if block._retention_id > 0:
+                block._retention_id = -block._retention_id
+            if block._owner is owner:
+                if before._next_cached_id >= 0:
+                    before._next_cached_id = block.block_id
+                before = block
+    finally:
+        cache._num_keys += num_added
+
+
+def remove_added_keys(
+    pool: PoolState, blocks: list[KVCacheBlock], hashes: list[BlockHash], suffix: bytes
+) -> None:
+    """Undo an interrupted `add_keys`: take these keys off the blocks and out of the map. No event.
+
+    May itself be interrupted and called again. What a block was evicted from before stays lost.
+    """
+    entries = pool.cached_block_hash_to_block._cache
+    for block, block_hash in zip(blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
+        if block.is_null:
+            continue
+        key = BlockHashWithGroupId(block_hash + suffix)
+        if block._block_hash == key:
+            drop_keys(pool, block, None)
+            continue
+        # The map may know the block under a key that the block did not get any more.
+        found = entries.get(key)
+        if found is block:
+            block._next_cached_id = -1
+            del entries[key]
+        elif isinstance(found, dict) and found.get(block.block_id) is block:
+            del found[block.block_id]
+
+
+def insert_key(
+    pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+) -> None:
+    """Let the prefix map find the block by a key that it does not have yet, its first or a secondary one."""
+    cache = pool.cached_block_hash_to_block
+    entries = cache._cache
+    secondary = pool.cached_block_hashes_by_block
+    block_id = block.block_id
+    is_primary = block._block_hash is None
+    if is_primary and block._num_hash_tokens >= 0:
+        raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
+    others = secondary.get(block_id)
+    only_other: dict[BlockHashWithGroupId, None] = {key: None}
+    found: Any = entries.get(key)
+    copies: dict[int, KVCacheBlock] | None = None
+    if isinstance(found, KVCacheBlock):
+        copies = {found.block_id: found, block_id: block}
+    elif found is not None and not isinstance(found, dict):
+        raise CorruptedPoolError(f"the prefix map holds a {type(found).__name__} for {key!r}")
+    try:
+        if not is_primary:
+            if others is None:
+                secondary[block_id] = only_other
+            else:
+                others[key] = None
+        if copies is not None:
+            entries[key] = copies
+            found._next_cached_id = -1
+            block._next_cached_id = -1
+        elif found is not None:
+            found[block_id] = block
+            block._next_cached_id = -1
+        else:
+            entries[key] = block
+            cache._num_keys += 1
+    except MemoryError:
+        if not is_primary:
+            if others is None:
+                del secondary[block_id]
+            else:
+                del others[key]
+        raise
+    if is_primary:
+        block._block_hash = key
+        block._num_hash_tokens = -1 if num_tokens is None else num_tokens
+        block._next_cached_id = -1
+        if block._retention_id > 0:
+            block._retention_id = -block._retention_id

@@ -1,0 +1,118 @@
+"""`recover`: complete or undo what an interrupted call of a pool left."""
+
+from kv_pool.core.caching import give_key
+from kv_pool.core.evicting import drop_keys, evict
+from kv_pool.core.hash_map import BlockHashToBlockMap
+from kv_pool.core.id_swap import put_ids
+from kv_pool.core.pool_state import (
+    CLEARING_LINKS,
+    CLEARING_LINKS_OF_TAKEN,
+    EVICTING,
+    MOVING_KEYS,
+    NOTHING,
+    RESETTING,
+    SWAPPING_IDS,
+    UNDO_CACHING,
+    UNDO_FREEING,
+    UNDO_TAKING_FIRST,
+    UNDO_TAKING_LISTED,
+    UNDO_TOUCHING,
+    WATCHING,
+    PoolState,
+)
+from kv_pool.core.prefix_keys import remove_added_keys
+
+
+def recover(pool: PoolState) -> None:
+    """Finish or undo what `_unfinished` says; may itself be interrupted and called again."""
+    queue = pool.free_block_queue
+    head = queue.fake_free_list_head
+    todo = pool._unfinished
+    blocks = pool._unfinished_blocks
+    if todo == UNDO_TAKING_FIRST:
+        if pool._unfinished_count < 0:
+            pool._unfinished_count = len(blocks)
+        while pool._unfinished_count > 0:
+            # From the last one on, each to the front of the queue.
+            block = blocks[pool._unfinished_count - 1]
+            after = head.next_free_block
+            assert after is not None
+            block.ref_cnt = 0
+            block.prev_free_block = head
+            block.next_free_block = after
+            head.next_free_block = block
+            after.prev_free_block = block
+            pool._unfinished_count -= 1
+        queue.num_free_blocks = pool._unfinished_total
+    elif todo in (UNDO_TOUCHING, UNDO_TAKING_LISTED):
+        while pool._unfinished_count > 0:
+            # From the last one on, each to between the neighbours that it still names.
+            block = blocks[pool._unfinished_count - 1]
+            if not block.is_null:
+                block.ref_cnt = block.ref_cnt - 1 if todo == UNDO_TOUCHING else 0
+                if block.ref_cnt == 0:
+                    before = block.prev_free_block
+                    after = block.next_free_block
+                    assert before is not None
+                    assert after is not None
+                    before.next_free_block = block
+                    after.prev_free_block = block
+            pool._unfinished_count -= 1
+    elif todo in (CLEARING_LINKS, CLEARING_LINKS_OF_TAKEN):
+        for block in blocks:
+            if block.next_free_block is not None:
+                block.prev_free_block = None
+                block.next_free_block = None
+                if todo == CLEARING_LINKS_OF_TAKEN:
+                    block.generation += 1
+    elif todo == UNDO_FREEING:
+        owner = pool._owner
+        while pool._unfinished_count > 0:
+            block = blocks[pool._unfinished_count - 1]
+            if not block.is_null and (block._owner is owner or block._owner is None):
+                if block.ref_cnt == 0:
+                    block.prev_free_block = None
+                    block.next_free_block = None
+                block.ref_cnt += 1
+            pool._unfinished_count -= 1
+    elif todo == WATCHING:
+        on_reuse = pool._unfinished_watcher
+        assert on_reuse is not None
+        for block in blocks:
+            pool._reuse_watchers[block.block_id] = on_reuse
+    elif todo == RESETTING:
+        if pool.colder_tiers is not None:
+            pool.colder_tiers.on_cache_reset()
+        pool.cached_block_hash_to_block = BlockHashToBlockMap()
+        pool.cached_block_hashes_by_block.clear()
+        pool._reuse_watchers.clear()  # what is left waits for bare blocks
+        for block in pool.blocks:
+            if block._block_hash is not None:
+                block._block_hash = None
+                block._num_hash_tokens = -1
+                block._next_cached_id = -1
+        pool.eviction_order.note_all_empty()
+        if pool._placement is not None:
+            pool._placement.note_reset()
+        cleared = [pool._cleared_type()] if pool.enable_kv_cache_events else []
+        events = pool.kv_event_queue
+        events += cleared
+        pool.num_evictions = pool._unfinished_total
+        pool._unfinished = NOTHING
+    elif todo == SWAPPING_IDS:
+        put_ids(pool)
+    elif todo == UNDO_CACHING:
+        cache = pool.cached_block_hash_to_block
+        remove_added_keys(pool, pool._unfinished_blocks, pool._unfinished_hashes, pool._unfinished_suffix)
+        if pool._is_map_sure:
+            cache._num_keys = len(cache._cache)
+    elif todo == EVICTING:
+        for block in pool._unfinished_blocks:
+            block.generation += 1  # for some the second time, which changes nothing
+            evict(pool, block)
+    elif todo == MOVING_KEYS:
+        source, target = pool._unfinished_blocks
+        drop_keys(pool, source, pool._moved_keys)
+        for key in pool._moved_keys:
+            give_key(pool, key, target, pool._moved_num_tokens)
+    pool._unfinished = NOTHING

@@ -1,0 +1,126 @@
+"""`BlockStored` events: which hashes, tokens and extra keys a range of a request has."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kv_pool.core.arguments import as_list, refuse_type
+from kv_pool.core.block_keys import make_external_block_hash, make_external_block_hashes
+from kv_pool.core.extra_keys import CacheableRequest, ExtraKeysWalk, has_extra_keys, untag_extra_keys
+from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.pool_state import PoolState
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import BlockHash, ExternalBlockHash
+
+
+def make_stored(
+    pool: PoolState,
+    request: CacheableRequest,
+    hashes: list[BlockHash | None],
+    parent: BlockHash | None,
+    start: int,
+    block_size: int,
+    group_id: int,
+    make_event: Any = None,
+) -> KVCacheEvent:
+    """The one `BlockStored` for the blocks with these hashes, the first beginning at token `start`.
+
+    A block with None for a hash is skipped, but its tokens are not. `make_event` is the event's class
+    if it is not that of stores.
+    """
+    num_lookahead = pool.num_hash_lookahead_tokens
+    stored = [block_hash for block_hash in hashes if block_hash is not None]
+    end = start + len(hashes) * block_size
+    extra_keys: list[tuple[Any, ...] | None] = [None] * len(stored)
+    lookahead: list[list[int]] = []
+    if num_lookahead or has_extra_keys(request):
+        extra_keys.clear()
+        walk = ExtraKeysWalk(request)
+        first = start
+        for block_hash in hashes:
+            after = first + block_size
+            if block_hash is not None:
+                found = walk.find(first, after + num_lookahead)
+                extra_keys.append(untag_extra_keys(found))
+                if num_lookahead:
+                    lookahead.append(list(request.all_token_ids[after : after + num_lookahead]))
+            first = after
+    token_ids = request.all_token_ids[start:end]
+    lora = request.lora_request
+    event: KVCacheEvent = (make_event or pool._stored_type)(
+        block_hashes=make_external_block_hashes(stored, 0) if pool.use_int_block_hashes else stored,
+        parent_block_hash=None if parent is None else make_external_hash(pool, parent),
+        token_ids=token_ids if isinstance(token_ids, list) else list(token_ids),
+        block_size=block_size,
+        lora_id=lora.adapter_id if lora else None,
+        medium=pool.medium,
+        lora_name=lora.name if lora else None,
+        extra_keys=extra_keys or None,
+        group_idx=group_id,
+        session_id=getattr(request, "session_id", None),
+        lookahead_token_ids=lookahead if num_lookahead else None,
+    )
+    return event
+
+
+def make_dense(
+    pool: PoolState,
+    request: CacheableRequest,
+    stored: list[BlockHash | None],
+    hashes: list[BlockHash],
+    parent: BlockHash | None,
+    start: int,
+    block_size: int,
+    group_id: int,
+) -> list[KVCacheEvent]:
+    """One event for each part of `stored` without None; its parent is the block before in the sequence.
+
+    `hashes` are those of all blocks, skipped ones included; `parent` is the one before the first.
+    """
+    events: list[KVCacheEvent] = []
+    part: list[BlockHash | None] = []
+    for end, block_hash in enumerate([*stored, None]):
+        if block_hash is not None:
+            part.append(block_hash)
+        elif part:
+            first = end - len(part)
+            before = hashes[first - 1] if first else parent
+            first_token = start + first * block_size
+            events.append(make_stored(pool, request, part, before, first_token, block_size, group_id))
+            part = []
+    return events
+
+
+def hashes_of(
+    pool: PoolState, request: CacheableRequest, first: int, end: int, block_size: int
+) -> list[BlockHash]:
+    """Hashes of the request's blocks `[first, end)` at `block_size` tokens a block."""
+    stride = block_size // pool.hash_block_size
+    if stride < 1 or stride * pool.hash_block_size != block_size:
+        raise InvalidArgumentError(
+            f"block_size {block_size} is not a multiple of hash_block_size {pool.hash_block_size}"
+        )
+    fine = read_hashes(request)
+    if len(fine) < end * stride:
+        raise InvalidArgumentError(
+            f"request has {len(fine)} block hashes of {pool.hash_block_size} tokens; caching its first "
+            f"{end} blocks of {block_size} tokens needs {end * stride}"
+        )
+    if stride == 1:
+        return as_list("block_hashes", fine[first:end])
+    # A fine hash covers everything before it, so the last one in a block identifies the block.
+    return [fine[(index + 1) * stride - 1] for index in range(first, end)]
+
+
+def make_external_hash(pool: PoolState, block_hash: BlockHash) -> ExternalBlockHash:
+    """Return the hash as events name it."""
+    return make_external_block_hash(block_hash) if pool.use_int_block_hashes else block_hash
+
+
+def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
+    """Return `request.block_hashes`. Raise InvalidTypeError for what is not a request."""
+    unchecked: Any = request
+    try:
+        hashes: Sequence[BlockHash] = unchecked.block_hashes
+    except AttributeError:
+        refuse_type("request", request, "a request")
+    return hashes

@@ -1,0 +1,259 @@
+"""Taking free blocks: those that are next, or those that are listed."""
+
+from mypy_extensions import i64
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import raise_not_takeable, raise_typed
+from kv_pool.core.evicting import evict, evict_all
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.observer import BlockObserver, ColderTiers
+from kv_pool.core.pool_state import (
+    CLEARING_LINKS_OF_TAKEN,
+    NOTHING,
+    UNDO_TAKING_FIRST,
+    UNDO_TAKING_LISTED,
+    PoolState,
+    finish,
+)
+from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, OutOfBlocksError
+
+
+def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None) -> list[KVCacheBlock]:
+    """See `BlockPool.get_new_blocks`; appends the blocks to `onto` as well."""
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    queue = pool.free_block_queue
+    if num_blocks > queue.num_free_blocks:
+        raise OutOfBlocksError(
+            f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
+            f"{queue.num_free_blocks} are free of {pool.num_gpu_blocks - 1}. "
+            "Free a request, or ask for fewer."
+        )
+    if num_blocks < 0:
+        raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
+    if pool._reuse_watchers:
+        tell_watchers_of_next(pool, num_blocks)
+    taken: list[KVCacheBlock] = []
+    if num_blocks == 0:
+        return taken
+    num_free = queue.num_free_blocks
+    head = queue.fake_free_list_head
+    front = head  # the taken blocks come behind it: the head, or the last end of a band that was passed
+    block = head.next_free_block
+    any_cached = len(pool.cached_block_hashes_by_block) > 0
+    is_cut = False
+    try:
+        for _ in range(num_blocks):
+            if block is None or block.ref_cnt != 0:
+                while block is not None and block.ref_cnt == BAND_END:
+                    front.next_free_block = block
+                    block.prev_free_block = front
+                    front = block
+                    block = block.next_free_block
+                if block is None or block.ref_cnt != 0:
+                    raise CorruptedPoolError(describe_bad_queue(queue, len(taken), block))
+            taken.append(block)
+            after = block.next_free_block
+            if after is None:  # the tail has none
+                raise CorruptedPoolError(describe_bad_queue(queue, len(taken) - 1, block))
+            # No call from here to the end of the turn: a block is unlinked, and the next one is at hand.
+            block.prev_free_block = None
+            block.next_free_block = None
+            block.ref_cnt = 1
+            block.generation += 1
+            if block._block_hash is not None:
+                any_cached = True
+            block = after
+        assert block is not None
+        front.next_free_block = block
+        block.prev_free_block = front
+        queue.num_free_blocks = num_free - num_blocks
+        is_cut = True
+        if any_cached or pool.metrics_collector is not None:
+            give_content_away(pool, taken, any_cached)
+        if onto is not None:
+            onto += taken
+    except BaseException:
+        if is_cut:
+            pool._unfinished_total = queue.num_free_blocks + num_blocks
+        else:
+            if taken and taken[-1] is block:
+                del taken[-1]  # appended, and not unlinked yet
+            following = block
+            if following is None:
+                following = queue.fake_free_list_tail
+            front.next_free_block = following
+            following.prev_free_block = front
+            pool._unfinished_total = num_free
+        pool._unfinished_blocks = taken
+        pool._unfinished_count = -1
+        pool._unfinished = UNDO_TAKING_FIRST
+        pool._recover()
+        raise
+    return taken
+
+
+def describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: KVCacheBlock | None) -> str:
+    """Say what is wrong with the block that comes after the first `num_linked` in the queue."""
+    if culprit is None or culprit.ref_cnt == 0:
+        return (
+            f"num_free_blocks is {queue.num_free_blocks} but only {num_linked} blocks are linked: "
+            "the counter is out of sync with the queue"
+        )
+    return (
+        f"block {culprit.block_id} is in the free queue with ref_cnt {culprit.ref_cnt}; "
+        "only touch() may reference a free block"
+    )
+
+
+def take_listed(
+    pool: PoolState,
+    listed: list[KVCacheBlock],
+    onto: list[KVCacheBlock] | None,
+    is_reuse: bool = True,
+) -> None:
+    """See `BlockPool.take_blocks`; appends the blocks to `onto` as well.
+
+    Args:
+        is_reuse: False notifies no watcher and evicts nothing.
+    """
+    if pool._unfinished != NOTHING:
+        pool._recover()
+    if is_reuse and pool._reuse_watchers:
+        check_takeable(pool, listed)
+        tell_watchers_of(pool, listed)
+    owner = pool._owner
+    queue = pool.free_block_queue
+    num_listed = len(listed)
+    any_cached = len(pool.cached_block_hashes_by_block) > 0
+    num_done: i64 = 0
+    is_taken = False
+    try:
+        for block in listed:
+            before = block.prev_free_block
+            after = block.next_free_block
+            if block._owner is not owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, owner)
+            if before is None or after is None:
+                raise_not_takeable(block, owner)
+            if block._block_hash is not None:
+                any_cached = True
+            # The block keeps its own links until all went well: they say where it belongs.
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.ref_cnt = 1  # which a second mention of the block comes upon
+            num_done += 1
+        if is_reuse and (any_cached or pool.metrics_collector is not None):
+            give_content_away(pool, listed, any_cached)
+        if onto is not None:
+            onto += listed
+        queue.num_free_blocks -= num_listed
+        is_taken = True
+        for block in listed:
+            if block.next_free_block is not None:
+                block.prev_free_block = None
+                block.next_free_block = None
+                block.generation += 1
+    except BaseException as error:
+        pool._unfinished_blocks = listed
+        pool._unfinished_count = num_done
+        pool._unfinished = CLEARING_LINKS_OF_TAKEN if is_taken else UNDO_TAKING_LISTED
+        pool._recover()
+        raise_typed(error, listed, "take_blocks()")
+
+
+def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
+    """Raise what `take_listed` would. Only looks."""
+    seen: set[int] = set()
+    try:
+        for block in listed:
+            if block._owner is not pool._owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, pool._owner)
+            if block.next_free_block is None or block.block_id in seen:
+                raise_not_takeable(block, pool._owner)
+            seen.add(block.block_id)
+    except Exception as error:
+        raise_typed(error, listed, "take_blocks()")
+
+
+def give_content_away(pool: PoolState, taken: list[KVCacheBlock], any_cached: bool) -> None:
+    """Notify tiers and the observer that these blocks are taken, and evict what they hold."""
+    if any_cached and pool.colder_tiers is not None:
+        tell_tiers(pool, taken, pool.colder_tiers)
+    if pool.metrics_collector is not None:
+        tell_observer(pool, taken, pool.metrics_collector)
+    elif any_cached and pool.enable_caching:
+        evict_all(pool, taken)
+
+
+def tell_observer(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
+    """Evict and hand out these blocks one after the other, as the observer expects it."""
+    for block in taken:
+        block.ref_cnt = 0
+    for block in taken:
+        if pool.enable_caching:
+            observer.on_block_evicted(block)
+            evict(pool, block)
+        block.ref_cnt = 1
+        observer.on_block_allocated(block)
+
+
+def tell_tiers(pool: PoolState, taken: list[KVCacheBlock], tiers: ColderTiers) -> None:
+    """Say which of these blocks lose content that could be hit; they still have their keys."""
+    if pool.enable_caching:
+        tiers.on_blocks_reused([block for block in taken if block._block_hash is not None])
+
+
+def tell_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
+    """Call the reuse watchers of the next `num_blocks` free blocks, in order, and forget them.
+
+    They are off the queue meanwhile, and back at its front even if a watcher raises.
+    """
+    queue = pool.free_block_queue
+    listed: list[KVCacheBlock] = []
+    block = queue.fake_free_list_head.next_free_block
+    while block is not None and block is not queue.fake_free_list_tail and len(listed) < num_blocks:
+        if block.ref_cnt != BAND_END:
+            listed.append(block)
+        block = block.next_free_block
+    tell_watchers_of(pool, listed)
+
+
+def tell_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these free blocks, off the queue meanwhile, then at its front."""
+    queue = pool.free_block_queue
+    num_free = queue.num_free_blocks
+    num_blocks = len(blocks)
+    off: list[KVCacheBlock] = []
+    is_off = False
+    try:
+        for block in blocks:
+            off.append(block)
+            before = block.prev_free_block
+            after = block.next_free_block
+            assert before is not None
+            assert after is not None
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = None
+            block.next_free_block = None
+        queue.num_free_blocks = num_free - num_blocks
+        is_off = True
+        tell_watchers(pool, blocks)
+    finally:
+        if not is_off and off and off[-1].next_free_block is not None:
+            del off[-1]  # appended, and not unlinked yet
+        pool._unfinished_total = queue.num_free_blocks + num_blocks if is_off else num_free
+        pool._unfinished_blocks = off
+        pool._unfinished_count = -1
+        pool._unfinished = UNDO_TAKING_FIRST
+        finish(pool)
+
+
+def tell_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Call the reuse watchers of these blocks, in order, and forget them."""
+    for block in blocks:
+        on_reuse = pool._reuse_watchers.get(block.block_id)
+        if on_reuse is not None:
+            del pool._reuse_watchers[block.block_id]
+            on_reuse(block)

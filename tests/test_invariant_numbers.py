@@ -1,0 +1,112 @@
+"""A number such as `Q1` names one invariant of the package: it is defined once, and has a check.
+
+A definition is an indented line in the docstring of an `invariants.py`: the number, then the statement.
+"""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DEFINITION = re.compile(r"^    ([A-Z]\d{1,2}) +\S", re.MULTILINE)
+NUMBER = re.compile(r"\b[A-Z]\d{1,2}\b")
+KEPT_OTHERWISE = re.compile(r"\b([A-Z]\d{1,2}) is kept by\b")
+
+# Where a letter with digits means something else: path -> letter, meaning.
+OTHER_MEANINGS = {
+    "kv_pool/README.md": ("L", "layers"),
+    "kv_pool/events/curve_keys.py": ("Z", "Z85, an encoding"),
+    "kv_pool/events/subscriber.py": ("Z", "Z85, an encoding"),
+    "tests/core/test_kv_events.py": ("V", "recorded vectors"),
+    "tests/events/test_batch.py": ("V", "recorded vectors"),
+    "tests/events/test_continuity.py": ("S", "snapshots"),
+    "tests/events/test_subscriber.py": ("Z", "Z85, an encoding"),
+}
+INVARIANTS = sorted((ROOT / "kv_pool").rglob("invariants.py"))
+TEXTS = sorted(
+    path
+    for folder in ("kv_pool", "tests")
+    for pattern in ("*.py", "*.md")
+    for path in (ROOT / folder).rglob(pattern)
+    if path != Path(__file__)
+)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def list_definitions(docstring):
+    return DEFINITION.findall(docstring)
+
+
+def read_docstring(path):
+    return ast.get_docstring(ast.parse(path.read_text()), clean=False)
+
+
+def list_defined():
+    return {name_of(path): list_definitions(read_docstring(path)) for path in INVARIANTS}
+
+
+def find_shared_prefixes(defined):
+    """The letters that the definitions of more than one file begin with."""
+    files = Counter(letter for numbers in defined.values() for letter in {number[0] for number in numbers})
+    return sorted(letter for letter, num_files in files.items() if num_files > 1)
+
+
+def list_citations(text, other_letter=""):
+    return {number for number in NUMBER.findall(text) if number[0] != other_letter}
+
+
+def list_messages(source):
+    """The numbers that string literals of a module begin with: `"Q1: ..."`."""
+    literals = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    found = (re.match(r"([A-Z]\d{1,2}): ", literal) for literal in literals if isinstance(literal, str))
+    return {match[1] for match in found if match}
+
+
+def test_every_number_is_defined_once():
+    defined = list_defined()
+    counted = Counter(number for numbers in defined.values() for number in numbers)
+    assert len(counted) > 70
+    assert [number for number, count in counted.items() if count > 1] == []
+    assert find_shared_prefixes(defined) == []
+
+
+def test_every_citation_is_of_a_number_that_is_defined():
+    defined = {number for numbers in list_defined().values() for number in numbers}
+    undefined = {}
+    for path in TEXTS:
+        other_letter, _ = OTHER_MEANINGS.get(name_of(path), ("", ""))
+        undefined[name_of(path)] = list_citations(path.read_text(), other_letter) - defined
+    assert {name: numbers for name, numbers in undefined.items() if numbers} == {}
+
+
+def test_every_number_has_a_check_whose_message_begins_with_it():
+    """Exempt is a number of which its file says what it `is kept by`."""
+    sources = (ROOT / "kv_pool").rglob("*.py")
+    checked = set().union(*(list_messages(source.read_text()) for source in sources))
+    for path in INVARIANTS:
+        docstring = read_docstring(path)
+        missing = [
+            number
+            for number in list_definitions(docstring)
+            if number not in checked and number not in KEPT_OTHERWISE.findall(docstring)
+        ]
+        assert missing == [], f"{name_of(path)} checks none of {missing}"
+
+
+def test_every_other_meaning_is_still_found():
+    for name, (letter, _) in OTHER_MEANINGS.items():
+        assert any(number[0] == letter for number in NUMBER.findall((ROOT / name).read_text())), name
+
+
+def test_a_shared_prefix_and_an_unknown_number_would_be_noticed():
+    assert find_shared_prefixes({"core": ["Q1", "M1", "M2"], "migration": ["M1"]}) == ["M"]
+    assert list_definitions("    Q1  linked\n    Q10 links\n        of Q3  are None\nQ4  no\n") == [
+        "Q1",
+        "Q10",
+    ]
+    assert list_citations("keeps Q3 (L2), an H100, `C4`", other_letter="L") == {"Q3", "C4"}
+    assert list_messages('raise Error(f"Q1: {block}", "see Q2: that", "T10: x")') == {"Q1", "T10"}
