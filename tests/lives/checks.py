@@ -15,6 +15,9 @@ from kv_pool.migration import invariants as migration_invariants
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
 
+# Operations that take blocks and free none.
+TAKING = {"admit", "begin_load", "swap_in", "hit_host", "read_tiers", "compact", "lend", "write", "go_on"}
+
 
 def check_node(node, movings):
     """Check one node. O(blocks)."""
@@ -100,6 +103,8 @@ def check_manager_node(node, movings):
         node.site, requests, [*(block for block in list_beside_site(node))]
     )
     check_cached(node, node.host)
+    check_pinned(node)
+    check_held_keys(node)
     assert sorted(node.swapper.list_swapped_out()) == sorted(one.name for one in node.swapped)
     assert sorted(node.manager.list_request_ids()) == sorted(one.request_id for one in requests)
     plans = [*node.swapper.list_open_plans(), *node.read_back.list_open_plans()]
@@ -116,6 +121,24 @@ def check_manager_node(node, movings):
             block_ids = node.swapper.get_host_block_ids(sequence.name, group_id)
             start = group.count_skipped_tokens(num_computed)
             node.host.check(block_ids, sequence, start, num_computed, group_id)
+
+
+def check_pinned(node):
+    """Check that what was pinned is cached still, unless the last operation may have ended pins."""
+    cached = node.pool.cached_block_hash_to_block
+    if node.last_operation in TAKING:
+        for key in node.pinned_keys:
+            if cached.get_one_block(key) is None:
+                raise AssertionError(f"{node.name}: a pinned block was evicted by {node.last_operation}")
+    pinned = node.retention._pins.blocks
+    node.pinned_keys = [block.block_hash for block in pinned if block.block_hash is not None]
+
+
+def check_held_keys(node):
+    """Check that tiers still have what open plans are to read, unless it was found to be wrong."""
+    for opened in node.planned.values():
+        if node.is_read_back(opened) and not opened.is_void and not node.cache.has_all(opened.plan.keys):
+            raise AssertionError(f"{node.name}: a tier evicted what {opened.plan!r} is to read")
 
 
 def list_beside_site(node):

@@ -56,6 +56,8 @@ class Life:
         (operation,) = rng.choices(list(operations), list(operations.values()))
         name = getattr(operation, "__name__", "migrate")
         self.operations.append([self.num_steps, node.name, name])
+        for one in self.nodes:
+            one.last_operation = name
         outcome = operation()
         self.operations[-1].append(outcome)
         self.world.tally[name] += 1
@@ -100,6 +102,8 @@ class Life:
     def rest(self):
         """All migrations, requests, plans, leases and directives end."""
         self.operations.append([self.num_steps, "both", "rest"])
+        for node in self.nodes:
+            node.last_operation = "rest"
         while self.movings:
             one = self.movings[0]
             one.go_on() if self.world.chance(0.8) else one.break_off()

@@ -51,6 +51,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         self.read_back = TierReadBack(self.manager, self.cache)
         self.open_swaps()
         self.waiting, self.running, self.leaving = [], [], []
+        self.pinned_keys = []
 
     # ---- a step of the engine --------------------------------------------------------------------
 
@@ -213,6 +214,8 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         block = self.rng.choice(blocks)
         block_id = block.block_id
         self.corrupt(block)
+        for opened in self.planned.values():
+            opened.is_void = True  # tiers forget content that is wrong
         report = self.manager.report_invalid_blocks([block_id])
         self.forget_content(report.evicted_blocks)
         for sequence in [*self.running, *self.loading]:
@@ -230,6 +233,8 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
 
     def evict(self):
         block_ids = self.rng.sample(range(1, len(self.pool.blocks)), 2)
+        for opened in self.planned.values():
+            opened.is_void = True
         self.manager.evict_blocks(block_ids)
         return block_ids
 

@@ -20,6 +20,7 @@ class OpenPlan:
         self.hits = []
         self.to_copy = list(getattr(plan, "moves", ()))
         self.is_loaded = False
+        self.is_void = False
 
 
 class ManagerSwaps:

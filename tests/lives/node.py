@@ -37,6 +37,7 @@ class Node:
         self.folder = folder
         self.readers, self.writers, self.watched, self.promises, self.touched = {}, [], {}, [], {}
         self.grown = 0
+        self.last_operation = ""
 
     def open(self, pool, site, device):
         """Set what the face has made."""
