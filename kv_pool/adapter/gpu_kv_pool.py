@@ -168,6 +168,7 @@ class GPUKVPool(KVPoolProtocol):
             block_size,
             enable_kv_cache_events=enable_kv_cache_events,
             dense_events=True,
+            clock=clock,
         )
         self.storage = storage
         self._may_evict = eviction_policy is not None
@@ -180,10 +181,9 @@ class GPUKVPool(KVPoolProtocol):
         self._recovering_lock = RecoveringLock(self._plain_lock, self._recover_late)
         self.lock: threading.RLock | RecoveringLock = self._plain_lock
         self.placement = Placement(self.block_pool, self._copy_moves, on_moved)
-        self._retention = self.placement.retention
         self._pins = Pins(self.block_pool, total_blocks if max_pinned_blocks is None else max_pinned_blocks)
         self._may_pin_all = max_pinned_blocks is None
-        self.holdings = Holdings(self.block_pool, self._pins, self._retention, clock, device_id)
+        self.holdings = Holdings(self.block_pool, self._pins, clock, device_id)
         self._victims = Victims(self.holdings, eviction_policy)
         # Bound here: a short call feels each step in between.
         self._holders = self.holdings.holders
@@ -572,7 +572,7 @@ class GPUKVPool(KVPoolProtocol):
             holders = self.holdings.list_holders(block)
             return BlockInfo(
                 block_id=block_id,
-                ref_count=block.ref_cnt,
+                ref_count=block.ref_cnt - (block in self._pins),
                 sequence_id=holders[0].sequence_id if holders else NO_SEQUENCE,
                 device_id=self.device_id,
                 is_pinned=block in self._pins,
@@ -808,7 +808,6 @@ class GPUKVPool(KVPoolProtocol):
             return
         self.block_pool.rebuild_index()
         self.holdings.recover()
-        self.placement.retention.forget_from(len(self.block_pool.blocks))
         self._set_size(len(self.block_pool.blocks) - 1)
         self.lock = self._plain_lock
 
@@ -825,7 +824,6 @@ class GPUKVPool(KVPoolProtocol):
             return
         try:
             self.block_pool.touch_onto(blocks, self.holdings.arriving)
-            self._retention.note_taken(blocks)
             self._hold(sequence, blocks)
             self.holdings.settle()
         except BaseException as error:
@@ -986,7 +984,8 @@ class GPUKVPool(KVPoolProtocol):
         """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
         num_blocks = request.num_blocks
         placement = self.placement
-        modes: tuple[Contiguity, ...] = ("prefer", "require") if placement.retention else ("require",)
+        has_kept = self.block_pool.eviction_order.has_kept
+        modes: tuple[Contiguity, ...] = ("prefer", "require") if has_kept else ("require",)
         for mode in modes:
             if placement.take_run(num_blocks, after, mode, self.holdings.arriving):
                 return True

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from kv_pool.adapter.pins import Pins
-from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -17,8 +16,12 @@ from kv_pool.errors import (
     PinnedBlockError,
     UnknownSequenceError,
 )
+from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.protocol import HIGH, NORMAL, URGENT
 
 _IN_FLIGHT = "taken from the block pool directly"
+_RETENTION = {HIGH: 65, URGENT: 95}
+"""What the blocks of sequences of high priority are worth, see `RetentionDirective`."""
 
 
 class Holder:
@@ -40,6 +43,7 @@ class Holdings:
         holders: by sequence id, in the order of last access, longest ago first. None is without blocks.
         first_holders: by block the sequence that has held it longest.
         later_holders: by block the others, in the order in which they came; no block has none.
+        retention: which cached blocks are kept longer than others; None before the first of them.
         barred: sequences that may not be changed, freed, shared or pinned until a migration is over, and why.
             `bar` and `unbar` change it.
     """
@@ -48,12 +52,11 @@ class Holdings:
         self,
         block_pool: RunBlockPool,
         pins: Pins,
-        retention: Retention,
         clock: Callable[[], float],
         device_id: int,
     ) -> None:
         self._block_pool = block_pool
-        self._retention = retention
+        self.retention: BlockRetention | None = None
         self._clock = clock
         self._device_id = device_id
         self.pins = pins
@@ -123,6 +126,7 @@ class Holdings:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and nobody else holds it; unpin it first"
                     )
+        self._claim(drops)
         blocks = [block for _, block in drops]
         # Tail first, so that the head of a prefix can be hit longest; blocks without hash have no such order.
         blocks.reverse()
@@ -152,9 +156,18 @@ class Holdings:
                     del later_holders[block]
             else:
                 del first_holders[block]
-            if block.block_hash is not None:
-                self._retention.note_freed([block], holder.priority)
         self._drops = ()
+
+    def _claim(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
+        """Let cached blocks that sequences of high priority drop be reused after others."""
+        claimed: dict[int, list[KVCacheBlock]] = {}
+        for holder, block in drops:
+            if holder.priority != NORMAL and block.block_hash is not None:
+                claimed.setdefault(holder.priority, []).append(block)
+        for priority, blocks in claimed.items():
+            if self.retention is None:
+                self.retention = BlockRetention(self._block_pool, self._clock)
+            self.retention.claim_blocks(blocks, _RETENTION[priority])
 
     @property
     def is_unfinished(self) -> bool:
@@ -178,9 +191,7 @@ class Holdings:
         self._block_pool.free_out_of(self._leaving)
         for holder, block in self._drops:
             self._part(holder, block)
-            self._retention.note_freed([block], holder.priority)
         self._drops = ()
-        self._retention.recover()
         for hold in self._block_pool.holds.list_holds():
             if hold.reason == _IN_FLIGHT:
                 hold.release()

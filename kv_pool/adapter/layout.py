@@ -85,11 +85,11 @@ def read_states(pool: RunBlockPool) -> bytes:
     """`PoolLayout.states` of the blocks of a pool. O(number of blocks)."""
     states = pool.run_index.ages.translate(_STATES_BY_AGE)
     states[0] = BlockState.NULL
-    for block_id in pool.get_watched_ids():
-        if states[block_id] == BlockState.EMPTY:  # touched and given back without a hash; still watched
+    for block_id in pool.holds.list_fixed_ids():
+        if states[block_id] == BlockState.IN_USE:
+            states[block_id] = BlockState.PINNED
+        elif states[block_id] == BlockState.EMPTY:  # free, without a hash, and watched
             states[block_id] = BlockState.CACHED
-    for block_id in pool.holds.list_ids():
-        states[block_id] = BlockState.PINNED
     return bytes(states)
 
 

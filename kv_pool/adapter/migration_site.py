@@ -263,7 +263,6 @@ class GPUKVPoolSite(MigrationSite):
         self._arriving = arrival
         try:
             block_pool.touch_onto(touched, arrival.found)
-            placement.retention.note_taken(touched)
             if missing and not placement.take_run(len(missing), None, "prefer", taken):
                 placement.take_any(len(missing), None, taken)
             for sequence_id in barred_ids:
@@ -343,7 +342,6 @@ class GPUKVPoolSite(MigrationSite):
                     hold.release()
             block_pool.free_out_of(arrival.taken)
             block_pool.free_out_of(arrival.found)
-            self.pool.placement.retention.recover()
             self._arriving = None
         settling = self._settling
         if settling is not None:

@@ -8,7 +8,7 @@ from kv_pool.errors import InvalidBlockError, PinLimitError
 
 
 class Pins:
-    """How often each block is pinned.
+    """How often each block is pinned; one hold has them all.
 
     Args:
         max_pinned_blocks: how many blocks may be pinned at once; one that is pinned twice counts once.
@@ -17,7 +17,7 @@ class Pins:
     def __init__(self, block_pool: BlockPoolCore, max_pinned_blocks: int) -> None:
         self.max_pinned_blocks = max_pinned_blocks
         self._counts: dict[KVCacheBlock, int] = {}
-        block_pool.holds.open_keys(self._counts, "pinned")
+        self._hold = block_pool.holds.open([], "pinned")
         # The counts from before a call that has not ended, of the blocks that it is about.
         self._counts_before: dict[KVCacheBlock, int] = {}
 
@@ -28,7 +28,7 @@ class Pins:
         return block in self._counts
 
     def check_room(self, num_blocks: int) -> None:
-        """Raise PinLimitError unless so many more blocks may be pinned."""
+        """Raise PinLimitError unless `num_blocks` more may be pinned."""
         if len(self._counts) + num_blocks > self.max_pinned_blocks:
             raise PinLimitError(
                 f"{len(self._counts)} blocks are pinned and {num_blocks} more would be; at most "
@@ -42,7 +42,10 @@ class Pins:
         for block in blocks:
             after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
         self.check_room(len(after) - len(counts.keys() & after.keys()))
+        self._counts_before = {block: counts.get(block, 0) for block in after}
+        self._hold.add(after)
         counts |= after
+        self._counts_before = {}
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take one pin off each block.
@@ -63,6 +66,7 @@ class Pins:
                 counts[block] = count
             else:
                 del counts[block]
+        self._hold.remove([block for block, count in left.items() if not count])
         self._counts_before = {}
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
@@ -72,9 +76,11 @@ class Pins:
                 self._counts[block] = count
             else:
                 self._counts.pop(block, None)
-        self._counts_before = {}
         for block in unheld:
             self._counts.pop(block, None)
+        self._hold.remove([block for block in self._hold.blocks if block not in self._counts])
+        self._hold.add(self._counts)
+        self._counts_before = {}
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)

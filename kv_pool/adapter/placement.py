@@ -1,9 +1,7 @@
 """`Placement`: which blocks a request gets, and what is moved so that they lie together."""
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 
-from kv_pool.adapter.retention import Retention
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_index import EMPTY
@@ -34,7 +32,6 @@ class Placement:
         self._copy = copy
         self._on_moved = on_moved
         self._start = 0
-        self.retention = Retention(pool)
 
     @property
     def may_move(self) -> bool:
@@ -49,20 +46,10 @@ class Placement:
             OutOfBlocksError: fewer are free. Nothing has changed.
         """
         pool = self._pool
-        if not self.retention:
-            if after is None:
-                pool.take_onto(onto, num_blocks)
-            else:
-                pool.take_onto_after(onto, after, num_blocks)
-            return
-        self.retention.clear_front(num_blocks)
-        early_share = pool.early_share
-        pool.early_share = 0.0  # exactly what is next
-        try:
+        if after is None:
             pool.take_onto(onto, num_blocks)
-        finally:
-            pool.early_share = early_share
-        self.retention.note_taken(onto[-num_blocks:])
+        else:
+            pool.take_onto_after(onto, after, num_blocks)
 
     def take_run(
         self,
@@ -92,29 +79,14 @@ class Placement:
             pool.take_listed_onto(onto, list(pool.blocks[first : first + num_blocks]))
             return True
         self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
-        if not self.retention:
-            return self._holds_content() and pool.take_run_onto(onto, num_blocks)
-        found = pool.run_index.find_run(num_blocks)
-        if found is None:
-            return False
-        run = list(pool.blocks[found : found + num_blocks])
-        if self.retention.holds_any(run):
-            with self.retention.shown_as_in_use():
-                spared = pool.run_index.find_run(num_blocks)
-            if spared is not None:
-                run = list(pool.blocks[spared : spared + num_blocks])
-            elif contiguous == "prefer":
-                return False
-        pool.take_listed_onto(onto, run)
-        self.retention.note_taken(run)
-        return True
+        return self._holds_content() and pool.take_run_onto(onto, num_blocks, contiguous == "prefer")
 
     def _holds_content(self) -> bool:
         """May a free block be cached, or watched, so that a run of empty ones is not all there is?"""
         pool = self._pool
         return (
             len(pool.cached_block_hash_to_block) > 0
-            or len(pool.get_watched_ids()) > 0
+            or len(pool._reuse_watchers) > 0
             or (len(pool.blocks) > _MAX_SCAN)
         )
 
@@ -131,26 +103,20 @@ class Placement:
         pool = self._pool
         if self._on_moved is None:
             return False
-        pinned = pool.get_watched_ids()
-        if contiguous == "prefer" and self.retention:
-            with self.retention.shown_as_in_use():
-                clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
-        else:
-            clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
+        clearance = plan.plan_clear_run(pool, num_blocks, spares_kept=contiguous == "prefer")
         if clearance is None or (max_moves is not None and len(clearance.moves) > max_moves):
             return False
-        compaction.apply_moves(pool, clearance.moves, self._copy, pinned=pinned, on_moved=self._on_moved)
+        compaction.apply_moves(pool, clearance.moves, self._copy, on_moved=self._on_moved)
         first = clearance.first_block_id
         run = list(pool.blocks[first : first + num_blocks])
         pool.take_listed_onto(onto, run)
-        self.retention.note_taken(run)
         return True
 
     def may_clear(self, num_blocks: int) -> bool:
         """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""
         may_lie = bytearray([1]) * len(self._pool.blocks)
         may_lie[0] = 0
-        for block_id in chain(self._pool.holds.list_ids(), self._pool.get_watched_ids()):
+        for block_id in self._pool.holds.list_fixed_ids():
             may_lie[block_id] = 0
         return self.may_move and bytes([1]) * num_blocks in may_lie
 
@@ -166,8 +132,6 @@ class Placement:
         relocations = compaction.pack(
             self._pool,
             self._copy,
-            pinned=self._pool.get_watched_ids(),
-            spared=self.retention.list_ids(),
             max_moves=max_moves,
             max_evictions=max_evictions,
             on_moved=self._on_moved,
@@ -181,8 +145,6 @@ class Placement:
             self._copy,
             run_length=run_length,
             goal=goal,
-            pinned=self._pool.get_watched_ids(),
-            spared=self.retention.list_ids(),
             max_moves=max_moves,
             max_evictions=max_evictions,
             on_moved=self._on_moved,
@@ -191,6 +153,4 @@ class Placement:
 
     def shrink(self, num_blocks: int) -> None:
         """Cut off the highest ids after moving what is in use out of them."""
-        pinned = self._pool.get_watched_ids()
-        compaction.shrink(self._pool, num_blocks, self._copy, pinned=pinned, on_moved=self._on_moved)
-        self.retention.forget_from(len(self._pool.blocks))
+        compaction.shrink(self._pool, num_blocks, self._copy, on_moved=self._on_moved)

@@ -1,6 +1,6 @@
 """Moving blocks to other ids: bytes by a callable that is passed in, identities here."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -56,7 +56,6 @@ def apply_moves(
     moves: Sequence[BlockMove],
     copy: CopyBlocks,
     *,
-    pinned: Collection[int] = (),
     on_moved: Callable[[Relocation], object] | None = None,
 ) -> Relocation:
     """Copy the bytes of each source over its target's, then let the two blocks exchange their ids.
@@ -67,7 +66,6 @@ def apply_moves(
 
     Args:
         copy: called once with all moves, not at all for none.
-        pinned: ids that must be neither read nor written, besides those of held blocks.
         on_moved: called with what moved, if anything: also where a signal handler raises just after the ids
             have changed.
     Returns:
@@ -75,12 +73,12 @@ def apply_moves(
         at once; whoever writes there queues that behind the copy.
     Raises:
         InvalidArgumentError: C1: an id twice among sources and targets.
-        InvalidBlockError: C2, C3: a source without content, a target that is in use or watched, the null
-            block, a held, pinned or unknown one. In both cases nothing has changed, and nothing was copied.
+        InvalidBlockError: C2, C3: a source without content, a target that is in use, the null
+            block, a held or unknown one. In both cases nothing has changed, and nothing was copied.
         Whatever `copy` raises: no id has changed; targets that were cached are evicted.
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), besides the copy.
     """
-    overwritten = check_moves(pool, moves, pinned)
+    overwritten = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if overwritten:
@@ -100,8 +98,6 @@ def pack(
     pool: RunBlockPool,
     copy: CopyBlocks,
     *,
-    pinned: Collection[int] = (),
-    spared: Collection[int] = (),
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
@@ -109,25 +105,21 @@ def pack(
     """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
 
     Args:
-        spared: ids of cached blocks that are not overwritten in the first round, which is the only one to
-            overwrite any.
         max_moves: of all rounds together; the next call goes on from there.
-        max_evictions: of cached blocks, in the first round, where too little is empty.
+        max_evictions: of cached blocks, where too little is empty; only the first round overwrites any.
         on_moved: called after each round: remap tables there.
     Raises:
         Whatever `copy` raises: the rounds before have happened.
     """
     relocations: list[Relocation] = []
     for _ in range(_MAX_ROUNDS):
-        moves = plan.plan_pack(
-            pool, pinned=pinned, spared=spared, max_moves=max_moves, max_evictions=max_evictions
-        )
+        moves = plan.plan_pack(pool, max_moves=max_moves, max_evictions=max_evictions)
         if not moves:
             break
         max_evictions = 0
         if max_moves is not None:
             max_moves -= len(moves)
-        relocations.append(apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved))
+        relocations.append(apply_moves(pool, moves, copy, on_moved=on_moved))
     return relocations
 
 
@@ -137,8 +129,6 @@ def gather(
     *,
     run_length: int = DEFAULT_RUN_LENGTH,
     goal: float = 0.0,
-    pinned: Collection[int] = (),
-    spared: Iterable[int] = (),
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
@@ -155,12 +145,10 @@ def gather(
         pool,
         run_length,
         goal=goal,
-        pinned=pinned,
-        spared=spared,
         max_moves=max_moves,
         max_evictions=max_evictions,
     )
-    return apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved)
+    return apply_moves(pool, moves, copy, on_moved=on_moved)
 
 
 def take_run(
@@ -168,15 +156,13 @@ def take_run(
     num_blocks: int,
     copy: CopyBlocks,
     on_moved: Callable[[Relocation], object],
-    *,
-    pinned: Collection[int] = (),
 ) -> list[KVCacheBlock] | None:
     """`get_new_run`, and where that finds none, room is made for one.
 
     Args:
         on_moved: called if anything moved, before the run is taken: remap tables there.
     Returns:
-        The run, or None where held or pinned blocks leave no room for it; nothing has changed then.
+        The run, or None where held blocks leave no room for it; nothing has changed then.
     Raises:
         OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
         Whatever `copy` raises: see `apply_moves`.
@@ -184,10 +170,10 @@ def take_run(
     taken = pool.get_new_run(num_blocks)
     if taken is not None:
         return taken
-    clearance = plan.plan_clear_run(pool, num_blocks, pinned=pinned)
+    clearance = plan.plan_clear_run(pool, num_blocks)
     if clearance is None:
         return None
-    apply_moves(pool, clearance.moves, copy, pinned=pinned, on_moved=on_moved)
+    apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
     first = clearance.first_block_id
     run = list(pool.blocks[first : first + num_blocks])
     pool.take_blocks(run)
@@ -199,7 +185,6 @@ def shrink(
     num_blocks: int,
     copy: CopyBlocks,
     *,
-    pinned: Collection[int] = (),
     on_moved: Callable[[Relocation], object] | None = None,
 ) -> Relocation:
     """Move what is in use out of the `num_blocks` highest ids, and cut them off.
@@ -207,8 +192,8 @@ def shrink(
     Raises:
         As `plan_drain` and `apply_moves`; the pool has its size then.
     """
-    moves = plan.plan_drain(pool, num_blocks, pinned=pinned)
-    relocation = apply_moves(pool, moves, copy, pinned=pinned, on_moved=on_moved)
+    moves = plan.plan_drain(pool, num_blocks)
+    relocation = apply_moves(pool, moves, copy, on_moved=on_moved)
     pool.store_pending()  # a block that goes may hold bytes that tiers do not have yet
     pool.shrink(num_blocks)
     return relocation

@@ -2,16 +2,15 @@
 
     F1  ages has one byte for each block;  ages[b] != 0  <=>  b is in the free queue
     F2  from the front of the queue to its back the ages of blocks with content never fall
-    F3  no age is above `now`
+    F3  no age is above `now` but KEPT, which blocks of the bands above the default one have, and no others
 
     C1  sources and targets are disjoint, and no id is twice in either
-    C2  every source is in use, cached or watched; every target is free, and not cached once it is copied over
-    C3  neither the null block nor a held or pinned one is a source or a target
+    C2  every source is in use or cached; every target is free, and not cached once it is copied over
+    C3  neither the null block nor a held one is a source or a target
     C4  after the move a target's bytes are what the source's were; no other byte has changed
     C5  a block keeps its object, ref_cnt, hash, map entries and queue place; only its id changes, swapped
         with the target's
-    C6  whatever is keyed by id is keyed by the new one: block list, copies in the map, secondary keys,
-        watchers
+    C6  whatever is keyed by id is keyed by the new one: block list, copies in the map, secondary keys
     C7  no event is sent and no key is lost
     C8  the caller is told (old id, new id) of every move, and an epoch that is new
     C9  a slot that was moved away from is written only behind the copy
@@ -26,10 +25,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kv_pool.contiguous.compaction import Relocation
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
+from kv_pool.contiguous.run_index import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockMove
 
@@ -54,8 +54,15 @@ def check(pool: RunBlockPool) -> None:
             if age < last:
                 raise CorruptedPoolError(f"F2: block {block.block_id} has the age {age} behind one of {last}")
             last = age
-    if max(index.ages) > index.now:
-        raise CorruptedPoolError(f"F3: an age of {max(index.ages)}, and it is {index.now} now")
+    above = {
+        block.block_id
+        for band, blocks in pool.eviction_order.list_bands()
+        for block in blocks
+        if band > DEFAULT_BAND
+    }
+    for block_id, age in enumerate(index.ages):
+        if (age == KEPT) != (block_id in above and age > EMPTY) or index.now < age < KEPT:
+            raise CorruptedPoolError(f"F3: block {block_id} has the age {age}, and it is {index.now} now")
 
 
 class Snapshot:

@@ -1,6 +1,6 @@
 """`check_moves`: check a plan of moves before it is applied."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from kv_pool.core.pool_core import BlockPoolCore
@@ -8,18 +8,15 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
 
 
-def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove], pinned: Collection[int]) -> list[int]:
+def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> list[int]:
     """Check C1, C2 and C3 of `contiguous/invariants.py`.
 
-    Args:
-        pinned: ids that must be neither read nor written, besides those of held blocks.
     Returns:
         The targets that are cached and would be evicted.
     Raises:
         InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
     """
     blocks = pool.blocks
-    watched = pool._reuse_watchers
     ids: list[int] = list(chain.from_iterable(moves))
     chosen = set(ids)
     if len(chosen) != len(ids):
@@ -38,19 +35,14 @@ def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove], pinned: Collect
         raise InvalidBlockError(
             f"C3: block {wrong} does not move: it is the null block, or outside 1..{len(blocks) - 1}"
         )
-    if not chosen.isdisjoint(pinned):
-        raise InvalidBlockError(f"C3: block {min(chosen.intersection(pinned))} is pinned")
     pool.holds.check_movable(chosen)
-    any_watched = len(watched) > 0
     for source, target in moves:
         block = blocks[source]
-        if block.ref_cnt == 0 and block._block_hash is None and source not in watched:
+        if block.ref_cnt == 0 and block._block_hash is None:
             raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
         block = blocks[target]
         if block.ref_cnt != 0:
             raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
-        if any_watched and target in watched:
-            raise InvalidBlockError(f"C2: block {target} has a reuse watcher, which may still read it")
         if block._block_hash is not None:
             cached.append(target)
     return cached

@@ -6,9 +6,9 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
+from kv_pool.contiguous.run_index import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockMove
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _IN_USE_COST = 4
 _CACHED_COST = 1
-"""What moving a block out of a window costs, or losing it: nobody waits for a cached block."""
+_KEPT_COST = 2
+"""What moving a block out of a window costs, or losing it: no request waits for a cached block. A block of a
+higher band costs both of the last two."""
 
 
 # As BlockMove._make, at half the cost, which is half of the plan's.
@@ -32,26 +34,24 @@ class RunClearance(NamedTuple):
 
 
 class _Map:
-    """What lies under each id: boolean arrays over the block ids. Pinned and held ids are `fixed` only."""
+    """What lies under each id: boolean arrays over the block ids. Ids of held blocks are `fixed` only.
 
-    def __init__(self, pool: RunBlockPool, pinned: Iterable[int]) -> None:
+    `kept` are those of the cached ones that the eviction order puts above the default band.
+    """
+
+    def __init__(self, pool: RunBlockPool) -> None:
         import numpy as np
 
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
         fixed = np.zeros(len(ages), dtype=bool)
-        fixed[list(pinned)] = True
-        fixed[pool.holds.list_ids()] = True
+        fixed[pool.holds.list_fixed_ids()] = True
         fixed[0] = True
         self.fixed: NDArray[np.bool_] = fixed
         self.movable: NDArray[np.bool_] = (ages == IN_USE) & ~fixed
         self.free: NDArray[np.bool_] = (ages != IN_USE) & ~fixed
         self.cached: NDArray[np.bool_] = (ages > EMPTY) & ~fixed
         self.empty: NDArray[np.bool_] = (ages == EMPTY) & ~fixed
-        for block_id in pool.get_watched_ids():
-            # Somebody still reads what is there, with or without a hash.
-            if block_id < len(ages) and self.free[block_id]:
-                self.empty[block_id] = False
-                self.cached[block_id] = True
+        self.kept: NDArray[np.bool_] = (ages == KEPT) & ~fixed
 
     def ids(self, where: "NDArray[np.bool_]", first: int = 0, end: int | None = None) -> list[int]:
         """The ids in `[first, end)` where it holds, ascending."""
@@ -64,8 +64,6 @@ class _Map:
 def plan_pack(
     pool: RunBlockPool,
     *,
-    pinned: Iterable[int] = (),
-    spared: Iterable[int] = (),
     max_moves: int | None = None,
     max_evictions: int = 0,
 ) -> list[BlockMove]:
@@ -76,11 +74,9 @@ def plan_pack(
         after    U U . U U | . c c U        and so on, until no U is right of the bar
 
     Args:
-        pinned: ids that are neither read nor written, besides those of held blocks.
-        spared: ids of cached blocks that are not overwritten.
         max_moves: plan no more than this many; the highest ids go first.
         max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
-            is empty. With a full cache and 0 nothing can move.
+            is empty; none of a band above the default one. With a full cache and 0 nothing can move.
     Returns:
         The moves, which may be made in any order; [] when the pool is packed, or nothing can move. Where
         cached blocks are in the way it takes several rounds: plan again after each.
@@ -90,8 +86,8 @@ def plan_pack(
     """
     import numpy as np
 
-    blocks = _Map(pool, pinned)
-    _give_up(pool, blocks, max_evictions, frozenset(spared))
+    blocks = _Map(pool)
+    _overwrite(pool, blocks, max_evictions)
     # The bar: below it there are just as many places that are not fixed as there are blocks in use.
     num_in_use = int(np.count_nonzero(blocks.movable))
     bar = int(np.flatnonzero(~blocks.fixed)[num_in_use - 1]) + 1 if num_in_use else 0
@@ -114,8 +110,6 @@ def plan_gather(
     run_length: int,
     *,
     goal: float = 0.0,
-    pinned: Iterable[int] = (),
-    spared: Iterable[int] = (),
     max_moves: int | None = None,
     max_evictions: int = 0,
 ) -> list[BlockMove]:
@@ -130,15 +124,13 @@ def plan_gather(
 
     Args:
         goal: `fragmentation.get_unusable_share` to come down to, 0 to 1.
-        pinned: ids that are neither read nor written, besides those of held blocks.
-        spared: ids of cached blocks that are not overwritten.
         max_moves: plan no more than this many; planning again goes on where this one ends.
         max_evictions: cached blocks that may be overwritten where too little is empty: of those in the full
-            windows the ones used longest ago, as far as ages tell.
+            windows the ones used longest ago, as far as ages tell; none of a band above the default one.
     Returns:
         The moves, which may be made in any order; [] when the goal is reached, or nothing can move. Windows
-        of the null block and of pinned or held ones are never cleared: with few windows, or many pins, the
-        goal may be out of reach.
+        of the null block and of held ones are never cleared: with few windows, or many holds, the goal may
+        be out of reach.
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     Cost: O(number of blocks), in NumPy.
@@ -149,7 +141,7 @@ def plan_gather(
         raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
     if pool.get_fragmentation_rate(run_length) <= goal:
         return []
-    blocks = _Map(pool, pinned)
+    blocks = _Map(pool)
     num_windows = -(-len(blocks.free) // run_length)
 
     def cut(where: "NDArray[np.bool_]", beyond: bool) -> "NDArray[np.bool_]":
@@ -181,24 +173,26 @@ def plan_gather(
     source_ids = ids_in(sources, movable)[:max_moves]
     target_ids = ids_in(kept, cut(blocks.empty, False))
     if len(target_ids) < len(source_ids) and max_evictions > 0:
-        cached = blocks.cached.copy()
-        cached[[*pool.get_watched_ids(), *spared]] = False
-        cached_ids = ids_in(kept, cut(cached, False))
+        cached_ids = ids_in(kept, cut(blocks.cached & ~blocks.kept, False))
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8)[cached_ids]
         oldest = cached_ids[np.argsort(ages, kind="stable")][:max_evictions]
         target_ids = np.concatenate((target_ids, oldest))
     return _pair(source_ids.tolist(), target_ids.tolist())
 
 
-def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> RunClearance | None:
+def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, spares_kept: bool = False) -> RunClearance | None:
     """Where to make a run of `num_blocks` free blocks, and what to move for it.
 
-    Of all windows without pinned or held blocks the one with least in use, and of those least cached. Blocks
-    in use move out; cached ones too while there are empty slots elsewhere, and are evicted when the run is
-    taken otherwise. Where too little is empty, blocks in use go over what is next in eviction order.
+    Of all windows without held blocks the one with least in use, and of those least cached. Blocks in use
+    move out; cached ones too while there are empty slots elsewhere, those of higher bands first, and are
+    evicted when the run is taken otherwise. Where too little is empty, blocks in use go over what is next in
+    eviction order.
+
+    Args:
+        spares_kept: blocks of a band above the default one are moved like those in use, never lost.
 
     Returns:
-        None where no window can be cleared: too few free blocks outside, or pinned or held ones everywhere.
+        None where no window can be cleared: too few free blocks outside, or held ones everywhere.
     Raises:
         InvalidArgumentError: `num_blocks` is below 1.
     Cost: O(number of blocks), in NumPy.
@@ -207,9 +201,14 @@ def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int]
 
     if num_blocks < 1:
         raise InvalidArgumentError(f"num_blocks is {num_blocks}; a run has at least 1 block")
-    blocks = _Map(pool, pinned)
+    blocks = _Map(pool)
     if num_blocks > len(blocks.free):
         return None
+    if spares_kept:
+        blocks.movable |= blocks.kept
+        blocks.free &= ~blocks.kept
+        blocks.cached &= ~blocks.kept
+        blocks.kept[:] = False
 
     def count(where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
         """How many there are in each window, by its first id."""
@@ -219,7 +218,7 @@ def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int]
 
     num_used = count(blocks.movable)
     num_room = int(blocks.free.sum()) - count(blocks.free)
-    cost = num_used * _IN_USE_COST + count(blocks.cached) * _CACHED_COST
+    cost = num_used * _IN_USE_COST + count(blocks.cached) * _CACHED_COST + count(blocks.kept) * _KEPT_COST
     possible = (count(blocks.fixed) == 0) & (num_used <= num_room)
     if not possible.any():
         return None
@@ -237,11 +236,12 @@ def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int]
         if len(sources) > len(targets):
             return None
     else:
-        sources += blocks.ids(blocks.cached, first, end)[: len(targets) - len(sources)]
+        others = blocks.ids(blocks.kept, first, end) + blocks.ids(blocks.cached & ~blocks.kept, first, end)
+        sources += others[: len(targets) - len(sources)]
     return RunClearance(first, _pair(sources, targets))
 
 
-def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = ()) -> list[BlockMove]:
+def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
     """What to move so that the `num_blocks` highest ids can be cut off, see `RunBlockPool.shrink`.
 
     Blocks in use go into empty slots below, or over what is next in eviction order there; cached ones into
@@ -249,17 +249,15 @@ def plan_drain(pool: RunBlockPool, num_blocks: int, *, pinned: Iterable[int] = (
 
     Raises:
         InvalidArgumentError: `num_blocks` is negative, or the null block would go.
-        InvalidBlockError: a block up there is held or pinned.
+        InvalidBlockError: a block up there is held.
         OutOfBlocksError: more blocks are in use up there than are free below.
     Cost: O(number of blocks).
     """
     if not 0 <= num_blocks < pool.num_gpu_blocks:
         raise InvalidArgumentError(f"{num_blocks} of {pool.num_gpu_blocks} blocks cannot be drained")
-    blocks = _Map(pool, pinned)
+    blocks = _Map(pool)
     bar = pool.num_gpu_blocks - num_blocks
     pool.holds.check_movable(range(bar, pool.num_gpu_blocks), "cannot be drained")
-    if blocks.fixed[bar:].any():
-        raise InvalidBlockError(f"block {blocks.ids(blocks.fixed, bar)[0]} is pinned and cannot be drained")
     sources = blocks.ids(blocks.movable, bar)
     targets = blocks.ids(blocks.empty, 0, bar)
     if len(sources) > len(targets):
@@ -288,15 +286,14 @@ def _pair(sources: list[int], targets: list[int]) -> list[BlockMove]:
 
 def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:
     """Cached free ids whose content may be lost, in eviction order."""
-    watched = pool.get_watched_ids()
     for block in pool.free_block_queue.iter_blocks_after(None):
-        if blocks.cached[block.block_id] and block.block_id not in watched:
+        if blocks.cached[block.block_id]:
             yield block.block_id
 
 
-def _give_up(pool: RunBlockPool, blocks: _Map, num_blocks: int, spared: frozenset[int]) -> None:
-    """Count the next `num_blocks` cached blocks in eviction order, but for those, as empty."""
-    evictable = (block_id for block_id in _list_evictable(pool, blocks) if block_id not in spared)
+def _overwrite(pool: RunBlockPool, blocks: _Map, num_blocks: int) -> None:
+    """Count the next `num_blocks` cached blocks in eviction order as empty, but none of a higher band."""
+    evictable = (block_id for block_id in _list_evictable(pool, blocks) if not blocks.kept[block_id])
     for block_id in islice(evictable, num_blocks):
         blocks.empty[block_id] = True
         blocks.cached[block_id] = False

@@ -6,13 +6,16 @@ from typing import Any, Final
 from mypy_extensions import i64
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 
 IN_USE: Final = 0
 EMPTY: Final = 1
 """The age byte of a free block that nobody can hit."""
 
-_YOUNGEST: Final = 255
+KEPT: Final = 255
+"""The age byte of a free block in a band above the default one: reused after all others."""
+
+_YOUNGEST: Final = 254
 # Rows of one age: a bytearray takes a slice of another three times as fast as one of bytes.
 _ROW_BY_AGE: Final = [bytearray([age]) for age in range(256)]
 _IN_USE_ROWS: Final = [bytearray(length) for length in range(65)]
@@ -34,10 +37,10 @@ class FreeRunIndex:
     """Finds free runs, oldest content first, by looking at bytes.
 
         ages:  0  0  1  1  9  9  9  0  0  30      0 in use (or the null block); 1 free and empty;
-        id:    0  1  2  3  4  5  6  7  8  9       2 to 255 free with content, larger = used later
+        id:    0  1  2  3  4  5  6  7  8  9       2 to 254 free with content, larger = used later; 255 kept
 
     An age is a generation: a sixty-fourth of the free blocks was given back with content between one and the
-    next, where few are free a single block. Ages that would pass 255 are moved down; what is older than two
+    next, where few are free a single block. Ages that would pass 254 are moved down; what is older than two
     turnovers counts as equally old then.
 
     Derived from the free queue, which owns freeness: `rebuild` makes it anew. It is told of every change by
@@ -152,6 +155,11 @@ class FreeRunIndex:
             if self.now > _YOUNGEST:
                 self._renumber()
 
+    def note_moved(self, blocks: list[KVCacheBlock], age: int) -> None:
+        """These free blocks have changed their band."""
+        for block in blocks:
+            self.ages[block.block_id] = age
+
     def note_emptied(self, block_id: int) -> None:
         """The block has lost its content; if it is free, it stays free."""
         if self.ages[block_id] != IN_USE:
@@ -194,7 +202,7 @@ class FreeRunIndex:
         """Move all ages down by half their range, or more if a batch was large; the oldest become one."""
         down = self.now - 2 * _GENERATIONS
         table = bytearray(range(256))
-        for age in range(EMPTY + 1, 256):
+        for age in range(EMPTY + 1, KEPT):
             table[age] = max(EMPTY + 1, age - down)
         self.ages = self.ages.translate(table)
         self.now = 2 * _GENERATIONS
@@ -221,11 +229,14 @@ class FreeRunIndex:
         ages = self.ages
         owner = blocks[0]._owner
         head = queue.fake_free_list_head.next_free_block
+        while head is not None and head.ref_cnt == BAND_END:
+            head = head.next_free_block
         max_age: i64 = max(EMPTY, self.now - _GENERATIONS + self._num_early)
         if head is not None and 0 < head.block_id < len(ages):
             # Where use grows, the front of the queue is younger than so many turnovers ago.
             oldest: i64 = max(EMPTY + 1, ages[head.block_id])
             max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // _GENERATIONS)
+            max_age = min(max_age, _YOUNGEST)
         need: i64 = num_blocks
         first: i64 = next_id
         if 0 < first < len(ages):
@@ -324,7 +335,7 @@ class FreeRunIndex:
             slot *= 2
         good: i64 = max(EMPTY, self.now - _GENERATIONS + _GENERATIONS // 8)
         best: i64 = 0
-        best_age: i64 = _YOUNGEST + 1
+        best_age: i64 = KEPT + 1
         num_places: i64 = 0
         at = self._hand if self._hand < num_all else 1
         left: i64 = min(num_all + n - 2, _MAX_SCANS * _MAX_SCAN)
@@ -362,7 +373,8 @@ class FreeRunIndex:
                     if age < best_age:
                         best = at + place
                         best_age = age
-                    num_places += 1
+                    if age < KEPT:
+                        num_places += 1
                     if turn == 0 and place + slot + n <= end:
                         place += slot
                     else:

@@ -1,14 +1,16 @@
 """`RunPoolCore`: a block pool and the index of its free runs, kept in step. Use `RunBlockPool`."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.run_index import FreeRunIndex
+from kv_pool.contiguous.run_index import EMPTY, KEPT, FreeRunIndex
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.freeing import free_all
+from kv_pool.core.clock import read_clock
+from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
+from kv_pool.core.freeing import free_all, unpin_all
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
@@ -45,6 +47,7 @@ class RunPoolCore(BlockPoolCore):
         event_types: KVEventTypes = KV_EVENT_TYPES,
         use_int_block_hashes: bool = True,
         dense_events: bool = False,
+        clock: Callable[[], float] = read_clock,
         early_share: float = DEFAULT_EARLY_SHARE,
     ) -> None:
         if not 0 <= early_share <= 1:
@@ -60,6 +63,7 @@ class RunPoolCore(BlockPoolCore):
             event_types=event_types,
             use_int_block_hashes=use_int_block_hashes,
             dense_events=dense_events,
+            clock=clock,
         )
         self.early_share: float = early_share
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share)
@@ -114,16 +118,21 @@ class RunPoolCore(BlockPoolCore):
             Whatever a reuse watcher raises; all blocks are back in the queue.
         Cost: a bounded search and O(num_blocks).
         """
-        return self._take_run(None, num_blocks)
+        return self._take_run(None, num_blocks, False)
 
-    def take_run_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> bool:
+    def take_run_onto(self, blocks: list[KVCacheBlock], num_blocks: int, spares_kept: bool = False) -> bool:
         """As `get_new_run`; the run is appended to `blocks` in the same step, see `take_onto`.
 
-        False, with nothing changed: no run was found.
+        Args:
+            spares_kept: a run with a block of a band above the default one counts as none.
+        Returns:
+            False, with nothing changed: no run was found.
         """
-        return self._take_run(blocks, num_blocks) is not None
+        return self._take_run(blocks, num_blocks, spares_kept) is not None
 
-    def _take_run(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock] | None:
+    def _take_run(
+        self, onto: list[KVCacheBlock] | None, num_blocks: int, spares_kept: bool
+    ) -> list[KVCacheBlock] | None:
         if not isinstance(num_blocks, int):
             num_blocks = as_int("num_blocks", num_blocks)
         if num_blocks < 0:
@@ -141,7 +150,7 @@ class RunPoolCore(BlockPoolCore):
             if index.is_stale:
                 self.rebuild_index()
             first = index.find_run(num_blocks)
-            if first is None:
+            if first is None or (spares_kept and KEPT in index.ages[first : first + num_blocks]):
                 return None
             taken = list(self.blocks[first : first + num_blocks])
             try:
@@ -196,6 +205,8 @@ class RunPoolCore(BlockPoolCore):
             free_all(self, listed, False)
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
+            if self._placement is not None:
+                self._placement.place(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -204,12 +215,17 @@ class RunPoolCore(BlockPoolCore):
 
     def free_out_of(self, ordered_blocks: list[KVCacheBlock]) -> None:
         is_freed = False
+        freed = ordered_blocks
         try:
+            if self._placement is not None:
+                freed = ordered_blocks.copy()
             free_all(self, ordered_blocks, False)
             is_freed = True
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(ordered_blocks, self._owner, num_free, self.enable_caching, False)
             ordered_blocks.clear()
+            if self._placement is not None:
+                self._placement.place(freed)
         except BaseException as error:
             if is_freed:
                 ordered_blocks.clear()
@@ -221,9 +237,11 @@ class RunPoolCore(BlockPoolCore):
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         listed = list(as_list("blocks", blocks))
         try:
-            super().unpin_blocks(listed, on_reuse)
+            unpin_all(self, listed, on_reuse)
             num_free = self.free_block_queue.num_free_blocks
             self.run_index.note_freed(listed, self._owner, num_free, True, True)
+            if self._placement is not None:
+                self._placement.place(listed)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -256,6 +274,25 @@ class RunPoolCore(BlockPoolCore):
             raise
         return is_done
 
+    def move_to_band(self, blocks: list[KVCacheBlock], band: int) -> None:
+        try:
+            super().move_to_band(blocks, band)
+            if band == DEFAULT_BAND:
+                self.run_index.note_moved(blocks, self.run_index.now)
+            elif band < DEFAULT_BAND:
+                self.run_index.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
+            else:
+                self.run_index.note_moved(blocks, KEPT)
+        except BaseException as error:
+            was_stale = self.run_index.is_stale
+            self.run_index.is_stale = True
+            self._follow(error, was_stale)
+            raise
+
+    def merge_bands(self) -> None:
+        self.run_index.is_stale = True
+        super().merge_bands()
+
     # ---- looking ---------------------------------------------------------------------------------
 
     def get_fragmentation_rate(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
@@ -276,10 +313,6 @@ class RunPoolCore(BlockPoolCore):
         """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return self.run_index.list_runs()
 
-    def get_watched_ids(self) -> Set[int]:
-        """The ids of blocks with a reuse watcher; their content may still be read."""
-        return self._reuse_watchers.keys()
-
     def rebuild_index(self) -> None:
         """Rebuild the index from the free queue, such as after an edit of the queue by hand. O(blocks)."""
         self.run_index.is_stale = True  # until it is done
@@ -291,6 +324,9 @@ class RunPoolCore(BlockPoolCore):
             for block in free
         ]
         self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
+        for band, blocks in self.eviction_order.list_bands():
+            if band > DEFAULT_BAND:
+                self.run_index.note_moved(blocks, KEPT)
 
     def _follow(self, error: BaseException, was_stale: bool) -> None:
         """Bring the index, which is marked as stale, in line with the pool after a call that raised."""
@@ -304,6 +340,8 @@ class RunPoolCore(BlockPoolCore):
             self.run_index.is_stale = False
             return  # a refusal, with nothing changed
         self.rebuild_index()
+        if self._placement is not None:
+            self._placement.recover()
 
     # ---- other ids, other sizes ------------------------------------------------------------------
 

@@ -235,7 +235,7 @@ class LiveReplay:
             try:
                 new_ids = self.pool.allocate(BlockAllocationRequest(num_more, sequence_id))
             except PoolExhaustedError:
-                if not self.pool.block_pool.holds.list_ids():
+                if not self.pool.block_pool.holds.list_fixed_ids():
                     raise
                 return  # a migration holds blocks that could be evicted: try again when it is over
             self._write(request, running.num_blocks, new_ids)

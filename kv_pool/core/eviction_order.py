@@ -18,7 +18,8 @@ DEFAULT_BAND: Final = 0
 EXPIRED_BAND: Final = -MAX_BAND - 1
 """Cached blocks that were kept until a deadline, which has passed."""
 
-_EMPTY_BAND: Final = -MAX_BAND - 2
+EMPTY_BAND: Final = -MAX_BAND - 2
+"""Blocks without content: reused first."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -37,7 +38,15 @@ class Placement:
         raise NotImplementedError
 
     def note_reset(self) -> None:
-        """The prefix cache was reset: no block has content, and no bands are left but the default one."""
+        """The prefix cache was reset: no block has content, and no band but the empty one has blocks."""
+        raise NotImplementedError
+
+    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
+        """These blocks are not part of the pool any more."""
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """A call that frees blocks was interrupted: place all free blocks again."""
         raise NotImplementedError
 
 
@@ -61,6 +70,11 @@ class EvictionOrder:
         self._bands: list[int] = []  # those that have markers, lowest first
         self._ends: dict[int, KVCacheBlock] = {}
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether there is a band above the default one, which may have become empty."""
+        return len(self._bands) > 0 and self._bands[-1] > DEFAULT_BAND
+
     def list_bands(self) -> list[tuple[int, list[KVCacheBlock]]]:
         """Each band between the empty one and the tail, lowest first, and its blocks. O(free blocks)."""
         found: list[tuple[int, list[KVCacheBlock]]] = []
@@ -71,7 +85,7 @@ class EvictionOrder:
             if block.ref_cnt != BAND_END:
                 blocks.append(block)
             else:
-                if band_of[block] != _EMPTY_BAND:
+                if band_of[block] != EMPTY_BAND:
                     found.append((band_of[block], blocks))
                 blocks = []
             block = block.next_free_block
@@ -89,8 +103,8 @@ class EvictionOrder:
         assert first is not None
         empty_end = KVCacheBlock(-1, BAND_END)
         default_end = KVCacheBlock(-1, BAND_END)
-        ends = {_EMPTY_BAND: empty_end, DEFAULT_BAND: default_end}
-        bands = [_EMPTY_BAND, DEFAULT_BAND]
+        ends = {EMPTY_BAND: empty_end, DEFAULT_BAND: default_end}
+        bands = [EMPTY_BAND, DEFAULT_BAND]
         # No call from here on, as wherever markers move: an interrupt finds all of it done, or nothing.
         before = first.prev_free_block
         assert before is not None
@@ -144,7 +158,7 @@ class EvictionOrder:
     def merge(self) -> None:
         """Make all bands but the empty one the default band; the order of the blocks stays. O(bands)."""
         for band in self._bands.copy():
-            if band not in (_EMPTY_BAND, DEFAULT_BAND):
+            if band not in (EMPTY_BAND, DEFAULT_BAND):
                 self._drop(band)
         if self.is_open:
             self._move_end(self._ends[DEFAULT_BAND], self._queue.fake_free_list_tail)
@@ -153,11 +167,7 @@ class EvictionOrder:
         """All free blocks have lost their content: they are in the empty band. O(bands)."""
         self.merge()
         if self.is_open:
-            self._move_end(self._ends[_EMPTY_BAND], self._ends[DEFAULT_BAND])
-
-    def move_to_front(self, blocks: list[KVCacheBlock]) -> None:
-        """Put free blocks that have lost their content at the back of the empty band. O(len(blocks))."""
-        self.move(blocks, _EMPTY_BAND)
+            self._move_end(self._ends[EMPTY_BAND], self._ends[DEFAULT_BAND])
 
     def _find_end(self, band: int) -> KVCacheBlock:
         """Return the end of a band; a band without blocks gets its marker."""
@@ -187,7 +197,7 @@ class EvictionOrder:
     def _drop_if_empty(self, band: int) -> None:
         """Remove the marker of a band without blocks."""
         before = self._ends[band].prev_free_block
-        if band not in (_EMPTY_BAND, DEFAULT_BAND) and before is not None and before.ref_cnt == BAND_END:
+        if band not in (EMPTY_BAND, DEFAULT_BAND) and before is not None and before.ref_cnt == BAND_END:
             self._drop(band)
 
     def _drop(self, band: int) -> None:

@@ -9,7 +9,7 @@ from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_typed
 from kv_pool.core.pool_state import NOTHING, UNDO_FREEING, WATCHING, PoolState
-from kv_pool.errors import InvalidBlockError, InvalidTypeError
+from kv_pool.errors import InvalidBlockError, InvalidTypeError, KVPoolError
 
 
 def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
@@ -91,9 +91,14 @@ def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -
     """As `free_all`; the pool's placement moves the blocks to their bands."""
     placement = pool._placement
     freed = listed.copy()
-    free_all(pool, listed, empties)
-    if placement is not None:
+    assert placement is not None
+    try:
+        free_all(pool, listed, empties)
         placement.place(freed)
+    except BaseException as error:
+        if not isinstance(error, KVPoolError):
+            placement.recover()
+        raise
 
 
 def unpin_all(

@@ -1,70 +1,147 @@
-"""`BlockHolds`: which blocks of a pool keep their ids, and for what reason."""
+"""`BlockHolds`: which blocks may not be freed or moved, for what reason, since when and until when."""
 
-from collections.abc import Container, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable
+from enum import Enum
+from typing import Any, NamedTuple
 
-from kv_pool.core.arguments import as_list_of
+from kv_pool.core.arguments import as_list_of, check_number
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.deadlines import NEVER, Deadlines, Ending
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
 
-class Hold:
-    """Blocks that keep their ids until `release`. Made by `BlockPool.hold`.
+class HoldState(Enum):
+    """Where a hold is in its life.
 
-    A hold takes no references: its owner has one on each block, and releases the hold before, or together
-    with, the last of them. As a context manager it is released at the end of the block.
+        OPEN -> RELEASED                   release()
+        OPEN -> EXPIRED                    expire(), the deadline has passed
+        OPEN -> QUARANTINED -> RELEASED    expire() of a hold that is quarantined, then release()
+
+    OPEN and QUARANTINED holds have references, the others none.
+    """
+
+    OPEN = "open"
+    QUARANTINED = "quarantined"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+class HoldReport(NamedTuple):
+    """One answer of `BlockPool.explain_holds`.
+
+    Attributes:
+        reason: completes "the block is ...".
+        since, until: times of the pool's clock, in seconds; `until` is None without a deadline, `since` for
+            reuse watchers.
+        is_movable: compaction may give the block another id meanwhile.
+        state: of the hold.
+    """
+
+    reason: str
+    since: float | None
+    until: float | None
+    is_movable: bool
+    state: HoldState
+
+
+class Hold(Ending):
+    """References to blocks, for a reason, until `release` or a deadline. Made by `BlockPool.hold`.
+
+    A hold has one reference to each of its blocks, so that they are not reused; unless it is movable, they
+    keep their ids, too. As a context manager it is released at the end of the block.
 
     Attributes:
         reason: completes "the block is ..." in error messages: "lent to prefill worker 3 (write)".
+        is_movable: compaction may give the blocks other ids.
+        is_quarantined_late: at the deadline the hold is quarantined instead of released.
+        since: when it was made, a time of the pool's clock.
+        state: see `HoldState`.
     """
 
-    def __init__(self, book: "BlockHolds", blocks: list[KVCacheBlock], reason: str) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_blocks",
+        "_book",
+        "is_movable",
+        "is_quarantined_late",
+        "reason",
+        "since",
+        "state",
+    )
+
+    def __init__(
+        self, book: "BlockHolds", reason: str, is_movable: bool, until: float, is_quarantined_late: bool
+    ) -> None:
+        super().__init__(until)
         self.reason: str = reason
+        self.is_movable: bool = is_movable
+        self.is_quarantined_late: bool = is_quarantined_late
+        self.since: float = book.clock()
+        self.state: HoldState = HoldState.OPEN
         self._book: BlockHolds = book
-        # Those to be added to `_blocks` when it is read, which most holds are released before.
-        self._added: list[KVCacheBlock] = blocks
-        self._blocks: dict[KVCacheBlock, Any] = {}
+        self._blocks: dict[KVCacheBlock, None] = {}
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
         """The distinct blocks, without null blocks, in the order in which they were added."""
-        return list(self._keyed())
+        return list(self._blocks)
+
+    @property
+    def until(self) -> float | None:
+        """The deadline, a time of the pool's clock; None if the hold has none, or it has passed."""
+        return None if self.changes_at == NEVER else self.changes_at
 
     @property
     def is_released(self) -> bool:
+        """Whether the hold has no references any more: it was released, or has expired."""
         return self not in self._book._open
 
+    def contains(self, block: KVCacheBlock) -> bool:
+        """Return True if the hold has a reference to the block. O(1)."""
+        return block in self._blocks
+
     def add(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold these blocks as well.
+        """Hold these blocks as well; those that the hold has already are skipped, as null blocks are.
 
         Raises:
-            As `BlockPool.hold`; and InvalidArgumentError after `release`. Nothing has changed.
+            As `BlockPool.hold`; and InvalidArgumentError after the hold has ended. Nothing has changed.
         """
         self._check_open()
+        held = self._blocks
         listed = as_list_of("blocks", blocks, KVCacheBlock)
-        self._keyed().update(dict.fromkeys(self._book.check_holdable(listed, self.reason)))
+        added = [block for block in self._book.list_holdable(listed, self.reason) if block not in held]
+        self._book.take_references(self, added)
 
     def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold these blocks no longer; blocks that this hold does not contain are ignored."""
-        held = self._keyed()
-        for block in blocks:
-            held.pop(block, None)
+        """Drop the references to these blocks; blocks that this hold does not contain are ignored."""
+        held = self._blocks
+        removed = [block for block in dict.fromkeys(blocks) if block in held]
+        if removed:
+            self._book.drop_references(self, removed)
 
     def release(self) -> None:
-        """End the hold; compaction may move the blocks from now on.
+        """End the hold, and drop its references.
 
         Raises:
-            InvalidArgumentError: the hold was released before. Nothing has changed.
+            InvalidArgumentError: the hold has ended before. Nothing has changed.
         """
         self._check_open()
-        del self._book._open[self]
+        self._book.end(self, HoldState.RELEASED)
 
-    def _keyed(self) -> dict[KVCacheBlock, Any]:
-        """Return the distinct blocks, in order."""
-        if self._added:
-            self._blocks.update(dict.fromkeys(self._added))
-            self._added = []
-        return self._blocks
+    def extend(self, until: float) -> None:
+        """Move the deadline, to later or earlier. O(log holds).
+
+        Raises:
+            InvalidArgumentError: the new deadline has passed, or the hold has ended or is quarantined.
+                Nothing has changed.
+        """
+        self._check_open()
+        check_number("until", until)
+        now = self._book.clock()
+        if self.state is HoldState.QUARANTINED or not until > now:
+            raise InvalidArgumentError(f"{self!r} cannot be extended to {until}: it is {now} now")
+        self.changes_at = until
+        self._book.deadlines.push(self)
 
     def __enter__(self) -> "Hold":
         return self
@@ -77,79 +154,225 @@ class Hold:
             raise InvalidArgumentError(f"{self!r} was released before")
 
     def __repr__(self) -> str:
-        return f"Hold({self.reason!r}, {len(self._keyed())} blocks)"
+        return f"Hold({self.reason!r}, {len(self._blocks)} blocks)"
 
 
 class BlockHolds:
     """The holds on one pool's blocks: `BlockPool.holds`.
 
-    Planning, checking and applying of moves read it, so that no caller has to list the blocks that are lent,
-    reserved or in flight. A pool without holds pays nothing.
+    Compaction, resizing and migration read it, and nothing else, to learn which blocks keep their ids. A pool
+    without holds pays nothing.
 
     Args:
         owner: the weak reference to the pool that its blocks share.
+        clock: the time in seconds, never falling.
 
-    The open holds are all its state: one dictionary entry opens a hold, and removing it releases the hold.
+    Attributes:
+        deadlines: of the open holds.
+        num_overdue: holds whose deadline has passed so far; only grows.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, clock: Callable[[], float]) -> None:
         self._owner: Any = owner
+        self.clock: Callable[[], float] = clock
+        self.deadlines: Deadlines = Deadlines()
+        self.num_overdue: int = 0
         self._open: dict[Hold, None] = {}
+        # What a call which was interrupted has still to do: references that no hold has yet, and references
+        # to drop, with the hold that they are from.
+        self._arriving: list[KVCacheBlock] = []
+        self._leaving: list[KVCacheBlock] = []
+        self._leaving_from: Hold | None = None
 
     def list_holds(self) -> list[Hold]:
-        """Open holds, oldest first."""
+        """Open and quarantined holds, oldest first."""
         return list(self._open)
 
-    def list_ids(self) -> list[int]:
-        """Ids of held blocks, once for each hold, oldest hold first. O(held blocks)."""
-        return [block.block_id for hold in self._open for block in hold._keyed()]
+    def list_fixed_ids(self) -> list[int]:
+        """Ids of blocks that may not be moved: held ones, once for each hold, and watched ones. O(these)."""
+        ids = [block.block_id for hold in self._open if not hold.is_movable for block in hold._blocks]
+        ids += self._owner()._reuse_watchers
+        return ids
 
-    def list_reasons(self, block: KVCacheBlock) -> list[str]:
-        """The reasons for which a block keeps its id, oldest first; [] if it may move. O(holds)."""
-        return [hold.reason for hold in self._open if block in hold._keyed()]
+    def count_references(self) -> dict[KVCacheBlock, int]:
+        """How many references holds have to each block. O(held blocks)."""
+        counts: dict[KVCacheBlock, int] = {}
+        for hold in self._open:
+            for block in hold._blocks:
+                counts[block] = counts.get(block, 0) + 1
+        return counts
 
-    def open(self, blocks: list[KVCacheBlock], reason: str) -> Hold:
-        """See `BlockPool.hold`."""
-        return self.open_onto(blocks, reason, [])
+    def count_by_reason(self) -> dict[str, int]:
+        """How many blocks are held for each reason, oldest hold first: the owners of what leaks. O(holds)."""
+        counts: dict[str, int] = {}
+        for hold in self._open:
+            counts[hold.reason] = counts.get(hold.reason, 0) + len(hold._blocks)
+        return counts
 
-    def open_onto(self, blocks: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
+    def explain(self, block: KVCacheBlock) -> list[HoldReport]:
+        """See `BlockPool.explain_holds`."""
+        reports = [
+            HoldReport(hold.reason, hold.since, hold.until, hold.is_movable, hold.state)
+            for hold in self._open
+            if hold.contains(block)
+        ]
+        if block.block_id in self._owner()._reuse_watchers:
+            reports.append(HoldReport("watched until its reuse", None, None, False, HoldState.OPEN))
+        return reports
+
+    def expire(self) -> list[Hold]:
+        """Handle expired deadlines. O(1) if none has expired.
+
+        Returns:
+            The holds that were overdue, earliest deadline first: released ones, and quarantined ones.
+        """
+        overdue: list[Hold] = []
+        if not self.deadlines.entries:
+            return overdue
+        now = self.clock()
+        ending = self.deadlines.find_due(now)
+        while ending is not None:
+            assert isinstance(ending, Hold)
+            self.num_overdue += 1
+            if ending.is_quarantined_late:
+                ending.state = HoldState.QUARANTINED
+                ending.changes_at = NEVER
+            else:
+                self.end(ending, HoldState.EXPIRED)
+            overdue.append(ending)
+            ending = self.deadlines.find_due(now)
+        return overdue
+
+    def open(
+        self,
+        blocks: list[KVCacheBlock],
+        reason: str,
+        is_movable: bool = False,
+        until: float = NEVER,
+        is_quarantined_late: bool = False,
+        onto: list[Hold] | None = None,
+    ) -> Hold:
         """As `BlockPool.hold`; the hold is appended to `onto` in the same step.
 
         Whatever interrupts the caller, `onto` says which holds it has to release.
         """
-        hold = Hold(self, self.check_holdable(blocks, reason), reason)
+        self.settle()
+        listed = self.list_holdable(blocks, reason)
+        hold = Hold(self, reason, is_movable, until, is_quarantined_late)
         opened = [hold]
+        self._open[hold] = None
+        if onto is not None:
+            onto += opened
+        try:
+            self.take_references(hold, listed)
+            self.deadlines.push(hold)
+        except BaseException:
+            self.end(hold, HoldState.RELEASED)
+            if onto is not None:
+                onto.remove(hold)
+            raise
+        return hold
+
+    def open_onto(self, blocks: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
+        """As `BlockPool.hold`; the hold is appended to `onto` in the same step."""
+        return self.open(blocks, reason, onto=onto)
+
+    def adopt(self, references: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
+        """Open a hold that takes over references to distinct blocks; `references` is empty then."""
+        self.settle()
+        hold = Hold(self, reason, False, NEVER, False)
+        opened = [hold]
+        hold._blocks = dict.fromkeys(references)
+        references.clear()  # no call until the hold is in the book
         self._open[hold] = None
         onto += opened
         return hold
 
-    def open_keys(self, blocks: dict[KVCacheBlock, Any], reason: str) -> Hold:
-        """Hold the keys of a dictionary, for as long as each is in it. Its owner has checked them."""
-        hold = Hold(self, [], reason)
-        hold._blocks = blocks
-        self._open[hold] = None
-        return hold
+    def hand_over(self, hold: Hold, onto: list[KVCacheBlock]) -> None:
+        """End a hold; its references are the caller's, appended to `onto` in the same step."""
+        hold._check_open()
+        blocks = list(hold._blocks)
+        del self._open[hold]
+        onto += blocks
+        hold._blocks = {}
+        hold.changes_at = NEVER
+        hold.state = HoldState.RELEASED
 
-    def check_holdable(self, blocks: list[KVCacheBlock], reason: str) -> list[KVCacheBlock]:
-        """Return the blocks without null blocks, as a new list. Raises what `BlockPool.hold` says."""
+    def list_holdable(self, blocks: list[KVCacheBlock], reason: str) -> list[KVCacheBlock]:
+        """Return the distinct blocks without null blocks. Raises what `BlockPool.hold` says."""
         owner = self._owner
         has_nulls = False
         for block in blocks:
             if block.is_null:
                 has_nulls = True
-            elif block._owner is not owner or block.ref_cnt < 1:
-                why = "free" if block._owner is owner else "not one of this pool"
-                raise InvalidBlockError(
-                    f"block {block.block_id} is {why} and cannot be held as {reason}; take or touch it first"
-                )
-        return [block for block in blocks if not block.is_null] if has_nulls else blocks.copy()
+            elif block._owner is not owner or (block.ref_cnt < 1 and block._block_hash is None):
+                why = "free and has no content" if block._owner is owner else "not one of this pool"
+                raise InvalidBlockError(f"block {block.block_id} is {why}; it cannot be held as {reason}")
+        distinct = list(dict.fromkeys(blocks))
+        return [block for block in distinct if not block.is_null] if has_nulls else distinct
 
     def check_movable(self, block_ids: Container[int], what: str = "cannot be moved") -> None:
-        """Raise InvalidBlockError for the first held block among these ids. O(held blocks)."""
-        for hold in self._open:
-            for block in hold._keyed():
-                if block.block_id in block_ids:
-                    raise InvalidBlockError(
-                        f"C3: block {block.block_id} is {' and '.join(self.list_reasons(block))}: it {what} "
-                        "before that has ended"
-                    )
+        """Raise InvalidBlockError for the first of these ids that may not be moved. O(held blocks)."""
+        for block_id in self.list_fixed_ids():
+            if block_id in block_ids:
+                reports = self.explain(self._owner().blocks[block_id])
+                reasons = [report.reason for report in reports if not report.is_movable]
+                raise InvalidBlockError(
+                    f"C3: block {block_id} is {' and '.join(reasons)}: it {what} before that has ended"
+                )
+
+    # ---- references --------------------------------------------------------------------------------
+
+    def take_references(self, hold: Hold, blocks: list[KVCacheBlock]) -> None:
+        """Add a reference of the hold to each of these blocks, which it does not hold."""
+        if not blocks:
+            return
+        self.settle()
+        added = dict.fromkeys(blocks)
+        nothing: list[KVCacheBlock] = []
+        try:
+            self._owner().touch_onto(blocks, self._arriving)
+            hold._blocks |= added
+            self._arriving = nothing  # no call in between
+        except BaseException:
+            self.settle()
+            raise
+
+    def drop_references(self, hold: Hold, blocks: list[KVCacheBlock]) -> None:
+        """Drop the hold's references to these blocks, which it holds, the last one first."""
+        self.settle()
+        blocks.reverse()
+        self._leaving_from = hold
+        self._leaving = blocks
+        try:
+            self.settle()
+        except BaseException:
+            self.settle()
+            raise
+
+    def end(self, hold: Hold, state: HoldState) -> None:
+        """Close a hold and drop its references, the last one first."""
+        self.settle()
+        leaving = list(hold._blocks)
+        leaving.reverse()
+        try:
+            del self._open[hold]
+            self._leaving = leaving
+            hold._blocks = {}
+            hold.changes_at = NEVER
+            hold.state = state
+            self.settle()
+        except BaseException:
+            self.settle()
+            raise
+
+    def settle(self) -> None:
+        """Drop the references that a call has left, also one that was interrupted."""
+        if self._arriving:
+            self._owner().free_out_of(self._arriving)
+        if self._leaving:
+            if self._leaving_from is not None:
+                for block in self._leaving:
+                    self._leaving_from._blocks.pop(block, None)
+                self._leaving_from = None
+            self._owner().free_out_of(self._leaving)

@@ -16,13 +16,13 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
     """See `BlockPool.swap_block_ids`."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    if pool.holds.list_holds():
+    if pool.holds.list_holds() or pool._reuse_watchers:
         pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
     old = pool.blocks
     num_blocks = len(old)
     new = list(old)
     any_cached = False
-    any_keyed_by_id = len(pool._reuse_watchers) > 0 or len(pool.cached_block_hashes_by_block) > 0
+    any_keyed_by_id = len(pool.cached_block_hashes_by_block) > 0
     is_wrong = False
     for first_id, second_id in pairs:
         # An id that is another's by now has been listed before.
@@ -53,10 +53,6 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
         if any_cached:
             moved = [old[block_id] for block_id in new_ids]
             swap.secondary, swap.copies = plan_rekeying(pool, moved, new_ids)
-    if pool._reuse_watchers:
-        swap.watchers = {
-            new_ids.get(block_id, block_id): on_reuse for block_id, on_reuse in pool._reuse_watchers.items()
-        }
     pool._unfinished_swap = swap
     pool._unfinished = SWAPPING_IDS
     finish(pool)
@@ -79,8 +75,6 @@ def put_ids(pool: PoolState) -> None:
             swap.successors[index]._next_cached_id = swap.successors[index + 1].block_id
     if swap.secondary is not None:
         pool.cached_block_hashes_by_block = swap.secondary
-    if swap.watchers is not None:
-        pool._reuse_watchers = swap.watchers
     pool.blocks = swap.blocks
     pool.epoch += 1
     pool._unfinished = NOTHING

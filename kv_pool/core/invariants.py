@@ -9,7 +9,9 @@
     P4  block 0, and only block 0, is null; it carries no hash
     P5  b.ref_cnt >= 0
     P6  a block with secondary keys has a primary key, which is not among them
-    P7  a held block is one of the pool's, in use and not null
+    P7  a held block is one of the pool's and not null, and has at least as many references as holds
+    P8  the ends of bands are in the queue in the order of their bands; `append` puts blocks in front of the
+        end of the default band, or of the tail if the queue has no bands
     H1  no entry of the map is empty; an entry's dict is keyed by its blocks' ids
     H2  a block with a _next_cached_id of 0 or more is its primary key's entry, bare
     H3  the map has as many keys as it counts
@@ -20,7 +22,8 @@ for a suspicious operator, and for whoever changes the core.
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
-from kv_pool.core.free_queue import FreeKVCacheBlockQueue
+from kv_pool.core.eviction_order import DEFAULT_BAND
+from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 from kv_pool.errors import CorruptedPoolError
 
 
@@ -35,6 +38,7 @@ def check(pool: BlockPool) -> None:
     check_free_queue(pool.free_block_queue)
     check_blocks(pool)
     check_holds(pool)
+    check_bands(pool)
     check_prefix_map(pool)
 
 
@@ -43,8 +47,10 @@ def check_free_queue(queue: FreeKVCacheBlockQueue) -> None:
     block = queue.fake_free_list_head
     if block.prev_free_block is not None:
         raise CorruptedPoolError("Q2: the head sentinel has a prev_free_block")
-    for _ in range(queue.num_free_blocks + 1):
+    num_left = queue.num_free_blocks + 1
+    while num_left:
         after = block.next_free_block
+        num_left -= after is None or after.ref_cnt != BAND_END
         if after is None:
             raise CorruptedPoolError(f"Q1: the queue ends at block {block.block_id}")
         if after.prev_free_block is not block:
@@ -95,10 +101,30 @@ def check_holds(pool: BlockPool) -> None:
     """P7. O(held blocks)."""
     for hold in pool.holds.list_holds():
         for block in hold.blocks:
-            if block.is_null or block.ref_cnt < 1 or block.pool is not pool:
-                raise CorruptedPoolError(
-                    f"P7: block {block.block_id} is held as {hold.reason} and has ref_cnt {block.ref_cnt}"
-                )
+            if block.is_null or block.pool is not pool:
+                raise CorruptedPoolError(f"P7: {block!r} is held as {hold.reason}")
+    for block, num_holds in pool.holds.count_references().items():
+        if block.ref_cnt < num_holds:
+            raise CorruptedPoolError(
+                f"P7: block {block.block_id} has {num_holds} holds and {block.ref_cnt} references"
+            )
+
+
+def check_bands(pool: BlockPool) -> None:
+    """P8. O(number of free blocks)."""
+    order = pool.eviction_order
+    queue = pool.free_block_queue
+    expected = order._ends[DEFAULT_BAND] if order.is_open else queue.fake_free_list_tail
+    if queue.append_before is not expected:
+        raise CorruptedPoolError("P8: blocks are not appended to the default band")
+    ends = []
+    block = queue.fake_free_list_head.next_free_block
+    while block is not None:
+        if block.ref_cnt == BAND_END:
+            ends.append(block)
+        block = block.next_free_block
+    if ends != [order._ends[band] for band in sorted(order._ends)] or order._bands != sorted(order._ends):
+        raise CorruptedPoolError(f"P8: {len(ends)} ends of bands are in the queue, for {order._bands}")
 
 
 def check_prefix_map(pool: BlockPool) -> None:

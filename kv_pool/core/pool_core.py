@@ -5,13 +5,15 @@ from functools import partial
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_int, as_list, as_list_of, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_list, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
+from kv_pool.core.clock import read_clock
+from kv_pool.core.deadlines import NEVER
 from kv_pool.core.eviction_order import Placement
 from kv_pool.core.freeing import free_all, free_and_place, unpin_all
 from kv_pool.core.hash_map import BlockHashToBlockMap
-from kv_pool.core.holds import Hold
+from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
@@ -43,6 +45,7 @@ class BlockPoolCore(PrefixCache):
         event_types: KVEventTypes = KV_EVENT_TYPES,
         use_int_block_hashes: bool = True,
         dense_events: bool = False,
+        clock: Callable[[], float] = read_clock,
     ) -> None:
         if not isinstance(num_gpu_blocks, int):
             num_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
@@ -65,6 +68,7 @@ class BlockPoolCore(PrefixCache):
             event_types,
             use_int_block_hashes,
             dense_events,
+            clock,
         )
 
     # ---- taking ----------------------------------------------------------------------------------
@@ -271,20 +275,61 @@ class BlockPoolCore(PrefixCache):
 
     # ---- other ids, other sizes ------------------------------------------------------------------
 
-    def hold(self, blocks: Iterable[KVCacheBlock], reason: str) -> Hold:
-        """Keep these blocks at their ids until the hold is released: no compaction moves them meanwhile.
+    def hold(
+        self,
+        blocks: Iterable[KVCacheBlock],
+        reason: str,
+        *,
+        movable: bool = False,
+        until: float | None = None,
+    ) -> Hold:
+        """Add a reference to each of these blocks and keep them at their ids, until the hold is released.
 
         For bytes that something else reads or writes by block id: a transfer, a copy in flight, an open plan.
-        The hold takes no reference; the caller has one on each block. Null blocks are skipped.
+        A block may be held for several reasons; each has a reference of its own. Null blocks and repeated
+        ones are skipped.
 
         Args:
             reason: completes "the block is ..." in error messages: "sent to node b".
+            movable: compaction may give the blocks other ids; the hold only keeps their content.
+            until: a time of the pool's clock, after which `expire_holds` releases the hold; None for never.
         Raises:
-            InvalidBlockError: a block is free or another pool's. Nothing has changed.
+            InvalidBlockError: a block is free and not cached, or another pool's.
+            InvalidArgumentError: `until` has passed. In both cases nothing has changed.
         Cost: O(len(blocks)).
         """
         check_type("reason", reason, str)
-        return self.holds.open(as_list_of("blocks", blocks, KVCacheBlock), reason)
+        check_type("movable", movable, bool)
+        if until is not None:
+            check_number("until", until)
+            if not until > self.holds.clock():
+                raise InvalidArgumentError(
+                    f"a hold until {until} has ended before it begins: it is {self.holds.clock()} now"
+                )
+        listed = as_list_of("blocks", blocks, KVCacheBlock)
+        return self.holds.open(listed, reason, movable, NEVER if until is None else until)
+
+    def expire_holds(self) -> list[Hold]:
+        """Release the holds whose deadline has passed; leases for writing are quarantined instead.
+
+        Returns:
+            Those holds, earliest deadline first. O(1) if there are none.
+        """
+        return self.holds.expire()
+
+    def explain_holds(self, block_id: int) -> list[HoldReport]:
+        """Say why a block is not reused or moved besides the tables it is in, since when and until when.
+
+        Raises:
+            InvalidBlockError: the id is not one of this pool's.
+        Cost: O(held blocks).
+        """
+        block_id = as_int("block_id", block_id)
+        if not 0 <= block_id < self.num_gpu_blocks:
+            raise InvalidBlockError(
+                f"Invalid block_id {block_id}: this pool has blocks 0..{self.num_gpu_blocks - 1}"
+            )
+        return self.holds.explain(self.blocks[block_id])
 
     def swap_block_ids(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchange the ids of the two blocks of each pair, after their bytes have been moved accordingly.
@@ -351,6 +396,10 @@ class BlockPoolCore(PrefixCache):
         if self._unfinished != NOTHING:
             self._recover()
         self.eviction_order.move(as_list_of("blocks", blocks, KVCacheBlock), as_int("band", band))
+
+    def merge_bands(self) -> None:
+        """Make all bands the default band; the order of the free blocks stays. O(bands)."""
+        self.eviction_order.merge()
 
     # ---- looking ---------------------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ class IdSwap:
         self.copies: list[tuple[BlockHashWithGroupId, dict[int, KVCacheBlock]]] = []
         # See `find_moved_successors`; None until the blocks have their new ids.
         self.successors: list[KVCacheBlock] | None = None
-        self.watchers: dict[int, Callable[[KVCacheBlock], None]] | None = None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -72,6 +71,7 @@ class PoolState:
         event_types: KVEventTypes,
         use_int_block_hashes: bool,
         dense_events: bool,
+        clock: Callable[[], float],
     ) -> None:
         if not isinstance(hash_block_size, int) or hash_block_size < 1:
             raise InvalidArgumentError(
@@ -119,7 +119,7 @@ class PoolState:
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
-        self.holds: BlockHolds = BlockHolds(self._owner)
+        self.holds: BlockHolds = BlockHolds(self._owner, clock)
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
         self._placement: Placement | None = None
         self._unfinished_count: i64 = 0

@@ -80,3 +80,5 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
                 pool._num_guessable = num_left
     for block in removed:
         block.ref_cnt = 0
+    if pool._placement is not None:
+        pool._placement.note_removed(removed)

@@ -150,9 +150,10 @@ class KVCacheManager:
         return 1.0 - self.get_num_free_blocks() / num_blocks if num_blocks else 0.0
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that can be had: those in the free queue, and those that a retention keeps."""
-        num_free = self.block_pool.free_block_queue.num_free_blocks
-        return num_free if self.retention is None else num_free + self.retention.num_kept
+        """Free blocks of the pool, those included that a retention keeps longer than others."""
+        if self.retention is not None:
+            self.retention.expire()  # pins may end
+        return self.block_pool.free_block_queue.num_free_blocks
 
     def get_computed_blocks(
         self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None = None
@@ -438,7 +439,7 @@ class KVCacheManager:
         """
         self.copies.recover()
         self.block_pool.free_out_of(self._taken)
-        self._free_leaving()
+        self.block_pool.free_out_of(self._leaving)
         for table in self._unsettled or ():
             blocks = table.blocks
             if self._is_leaving:
@@ -452,20 +453,11 @@ class KVCacheManager:
                     if block.block_hash is not None
                 ]
                 self.block_pool.evict_blocks(unwritten)
-                if self.retention is not None and self.retention.is_active:
-                    self.retention.forget_blocks([self.block_pool.blocks[one] for one in unwritten])
                 table.num_cached_blocks = min(table.num_cached_blocks, table.num_settled_cached)
             self._leaving = blocks[table.num_settled :][::-1]
             del blocks[table.num_settled :]
-            self._free_leaving()
-        self._unsettled = None
-
-    def _free_leaving(self) -> None:
-        """Give back `_leaving`, and empty it."""
-        if self.retention is None or not self.retention.is_active:
             self.block_pool.free_out_of(self._leaving)
-            return
-        self.retention.free_out_of(self._leaving)
+        self._unsettled = None
 
     def take_block_copies(self) -> list[BlockMove]:
         """Copies to make before the next step writes anything; once per step, after its `allocate_slots`.
@@ -566,14 +558,9 @@ class KVCacheManager:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = as_ints("block_ids", block_ids)
-        try:
-            evict_wrong_blocks(self.block_pool, listed)
-            if self.retention is not None and self.retention.is_active:
-                self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
-        except BaseException:
-            if self.retention is not None:
-                self.retention.recover()  # it keeps no block without content
-            raise
+        evict_wrong_blocks(self.block_pool, listed)
+        if self.retention is not None and self.retention.is_active:
+            self.retention.forget_blocks([self.block_pool.blocks[block_id] for block_id in listed])
 
     def report_invalid_blocks(self, block_ids: Collection[int]) -> InvalidBlocksReport:
         """Say what is left of the requests whose blocks could not be loaded; nobody hits these blocks any
@@ -587,16 +574,11 @@ class KVCacheManager:
             InvalidBlockError: an id is not one of this pool's. Nothing has changed.
         """
         listed = as_ints("block_ids", block_ids)
-        try:
-            report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
-            if report.num_valid_tokens:
-                self._has_forks = True
-            if self.retention is not None and self.retention.is_active:
-                self.retention.forget_blocks(report.evicted_blocks)
-        except BaseException:
-            if self.retention is not None:
-                self.retention.recover()  # it keeps no block without content
-            raise
+        report = report_invalid_blocks(self.block_pool, self._tables, self._groups, listed)
+        if report.num_valid_tokens:
+            self._has_forks = True
+        if self.retention is not None and self.retention.is_active:
+            self.retention.forget_blocks(report.evicted_blocks)
         return report
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:
@@ -608,7 +590,7 @@ class KVCacheManager:
         pool = self.block_pool
         retention = self.retention
         if retention is not None:
-            num_free = pool.free_block_queue.num_free_blocks + retention.num_held
+            num_free = pool.free_block_queue.num_free_blocks + retention.num_pinned
             if num_free == pool.num_gpu_blocks - 1:
                 retention.release_all()
         return pool.reset_prefix_cache()
@@ -641,17 +623,13 @@ class KVCacheManager:
                 blocks = table.blocks
                 if len(self.copies):
                     self.copies.drop(blocks[table.num_null_blocks :])
+                # In place: the table still has what is not given back.
+                if table.num_null_blocks:
+                    del blocks[: table.num_null_blocks]
                 if retention is not None:
-                    leaving = blocks[table.num_null_blocks :]
-                    self._leaving = leaving
-                    table.blocks = []
-                    retention.free_table(request_id, group_id, table.num_null_blocks, leaving)
-                else:
-                    # In place: the table still has what is not given back.
-                    if table.num_null_blocks:
-                        del blocks[: table.num_null_blocks]
-                    blocks.reverse()
-                    self.block_pool.free_out_of(blocks)
+                    retention.label_table(request_id, group_id, table.num_null_blocks, blocks)
+                blocks.reverse()
+                self.block_pool.free_out_of(blocks)
             if retention is not None:
                 retention.forget_request(request_id)
             self._unsettled = None
@@ -723,31 +701,22 @@ class KVCacheManager:
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
         """As `take_blocks`; the blocks are appended to `blocks` in the same step: `BlockPool.take_onto`."""
-        if self.retention is not None and self.retention.is_active:
-            self.retention.make_room(num_blocks)
+        if self.retention is not None:
+            self.retention.expire()
         return self.block_pool.take_onto(blocks, num_blocks)
 
     def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table; `blocks` is empty afterwards, as after `BlockPool.free_out_of`.
-
-        Blocks of an interrupted call may be among them, touched without the retention's knowledge.
-        """
+        """Free blocks that are in no table; `blocks` is empty afterwards, as after `BlockPool.free_out_of`."""
         if len(self.copies):
             self.copies.drop(blocks)
-        if self.retention is None:
-            self.block_pool.free_out_of(blocks)
-        else:
-            self.retention.free_out_of(blocks)
+        self.block_pool.free_out_of(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        """Give back blocks that are in no table, first to be reused first; a retention may keep some."""
+        """Free blocks that are in no table, first to be reused first."""
         check_type("blocks", blocks, list)
         if len(self.copies):
             self.copies.drop(blocks)
-        if self.retention is not None and self.retention.is_active:
-            self.retention.free_blocks(blocks)
-        else:
-            self.block_pool.free_blocks(blocks)
+        self.block_pool.free_blocks(blocks)
 
     def _add_prefix(
         self, tables: list[BlockTable], prefix_blocks: Sequence[Sequence[KVCacheBlock]], num_before: int
@@ -764,7 +733,7 @@ class KVCacheManager:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
                 table.num_null_blocks = num_skipped
             self.block_pool.touch_onto(used, table.blocks)
-            if self.retention is not None and self.retention.is_active:
+            if self.retention is not None:
                 self.retention.note_taken(used)
             table.num_cached_blocks = len(table.blocks)
             table.num_settled_cached = table.num_cached_blocks
@@ -781,8 +750,6 @@ class KVCacheManager:
             if not num_new:
                 added.append(self._no_blocks[0])
                 continue
-            if self.retention is not None and self.retention.is_active:
-                self.retention.make_room(num_new)
             num_before = len(table.blocks)
             blocks = self._taken if group.adds_null_blocks else table.blocks
             if self._run_pool is not None and table.blocks and not table.blocks[-1].is_null:
@@ -816,17 +783,15 @@ class KVCacheManager:
                 continue  # between two states
             if len(self.copies):
                 self.copies.drop(given_up)
-            has_retention = self.retention is not None and self.retention.is_active
-            backwards = given_up if has_retention else given_up[::-1]
+            backwards = given_up[::-1]
+            if self.retention is not None and self.retention.is_active:
+                self.retention.label_table(request_id, group.group_id, first, given_up)
             nulls = [null_block] * (end - first)
             self._leaving = backwards
             blocks[first:end] = nulls
             table.num_null_blocks = end
             table.num_edits += 1
-            if has_retention and self.retention is not None:
-                self.retention.free_table(request_id, group.group_id, first, given_up)
-            else:
-                self.block_pool.free_out_of(backwards)
+            self.block_pool.free_out_of(backwards)
 
     def _replace_shared(
         self, tables: list[BlockTable], num_computed: int, num_scheduled: int, num_tokens: int
@@ -841,8 +806,6 @@ class KVCacheManager:
                 shared = table.blocks[position]
                 is_copied = position * group.block_size < num_computed
                 source = self.copies.find_source(shared) if is_copied else shared
-                if self.retention is not None and self.retention.is_active:
-                    self.retention.make_room(1)
                 self.block_pool.take_onto(self._taken, 1)
                 if source is not shared:
                     # It is not written yet itself: what it will hold is elsewhere.

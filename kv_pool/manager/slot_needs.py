@@ -197,13 +197,9 @@ class SlotNeeds:
     def _count_free(self, hits: Sequence[KVCacheBlock], first: int) -> int:
         """How many of the hits from `first` on leave the free blocks when they are touched."""
         num_free = 0
-        retention = self._retention
         for position in range(first, len(hits)):
             block = hits[position]
-            if block.ref_cnt == 0:
-                if not block.is_null:
-                    num_free += 1
-            elif retention is not None and block._retention_id > 0 and retention.holds(block):
+            if block.ref_cnt == 0 and not block.is_null:
                 num_free += 1
         return num_free
 

@@ -129,7 +129,7 @@ class ManagerSite(MigrationSite):
         self.manager = manager
         self.storage = storage
         self.lock = threading.RLock() if lock is None else lock
-        self.leases = BlockLeases(manager.block_pool, clock, manager.retention)
+        self.leases = BlockLeases(manager.block_pool, clock)
         groups = _describe_groups(manager)
         self.layout = BlockLayout.describe(
             storage, manager.block_size, hasher, groups, model=model, weights=weights

@@ -6,7 +6,8 @@ import pytest
 from kv_pool import AllocStatus, BlockPool
 from kv_pool.errors import InvalidBlockError, PinLimitError
 from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec
-from kv_pool.manager.invariants import check_leases, check_retention
+from kv_pool.manager.invariants import check_leases
+from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective

@@ -255,12 +255,10 @@ class PagedSequences:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
         pool = self._get_run_pool()
-        pinned = list(pool.get_watched_ids())
         if goal is None:
             relocations = compaction.pack(
                 pool,
                 self.storage.apply_moves,
-                pinned=pinned,
                 max_moves=max_moves,
                 max_evictions=max_evictions,
             )
@@ -271,7 +269,6 @@ class PagedSequences:
                     self.storage.apply_moves,
                     run_length=self.run_length,
                     goal=goal,
-                    pinned=pinned,
                     max_moves=max_moves,
                     max_evictions=max_evictions,
                 )
@@ -290,10 +287,7 @@ class PagedSequences:
             CopyFailedError: no block has moved, and none is taken.
         """
         pool = self._get_run_pool()
-        watched = list(pool.get_watched_ids())
-        run = compaction.take_run(
-            pool, num_blocks, self.storage.apply_moves, lambda relocation: None, pinned=watched
-        )
+        run = compaction.take_run(pool, num_blocks, self.storage.apply_moves, lambda relocation: None)
         pool.store_pending()  # what was in the run: its taker writes when he likes
         return run
 

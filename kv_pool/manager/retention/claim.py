@@ -4,7 +4,6 @@ from typing import Final
 
 PINNED: Final = 101
 EXPIRED: Final = -1
-NEVER: Final = float("inf")
 
 
 class Claim:

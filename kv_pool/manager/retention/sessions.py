@@ -1,8 +1,8 @@
 """`Session`: a conversation between two turns."""
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.manager.retention.claim import NEVER, Claim
-from kv_pool.manager.retention.deadlines import Ending
+from kv_pool.core.deadlines import NEVER, Ending
+from kv_pool.manager.retention.claim import Claim
 
 
 class Session(Ending):

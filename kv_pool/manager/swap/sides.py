@@ -62,8 +62,7 @@ class DeviceSide:
         return self._manager.get_num_free_blocks()
 
     def is_free(self, block: KVCacheBlock) -> bool:
-        retention = self._manager.retention
-        return block.ref_cnt == 0 or (retention is not None and bool(retention.holds(block)))
+        return block.ref_cnt == 0
 
     def holds(self, request_id: str) -> bool:
         return self._manager.holds_blocks(request_id)
@@ -83,8 +82,7 @@ class DeviceSide:
         retention = self._manager.retention
         if retention is not None and retention.is_active:
             for group_id, blocks in enumerate(blocks_by_group):
-                retention.free_table(request_id, group_id, 0, blocks)
-            return
+                retention.label_table(request_id, group_id, 0, blocks)
         self.free_out_of(join_tail_first(blocks_by_group))
 
     def pop_tables_onto(self, request_id: str, tables: list[BlockTable]) -> None:

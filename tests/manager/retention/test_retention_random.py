@@ -16,7 +16,8 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.core import invariants
-from kv_pool.manager.invariants import check_leases, check_retention
+from kv_pool.manager.invariants import check_leases
+from kv_pool.manager.retention.invariants import check_retention
 
 HASHER = BlockHasher("sha256", "s", 4)
 NUM_BLOCKS = 12

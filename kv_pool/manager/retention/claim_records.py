@@ -1,0 +1,209 @@
+"""`ClaimRecords`: which claims are on which blocks, a number on each block."""
+
+from mypy_extensions import i32
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.deadlines import NEVER, Ending
+from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, Claim
+
+
+class Record(Ending):
+    """The claims on any number of blocks.
+
+    Attributes:
+        claims: never empty.
+        strength: of the strongest.
+        is_lasting: no claim ends before the blocks lose their content.
+        is_shared: one record for all blocks with these claims. Otherwise the record is about blocks that
+            became free together.
+        freed_at: when these became free.
+        blocks: these blocks, in that order; those with another number by now are listed still.
+        num_blocks: blocks with its number, or with that of the opposite sign, whose claims are void.
+        changes_at: when the next claim ends for free blocks; NEVER for a shared record.
+    """
+
+    __slots__ = (
+        "blocks",
+        "claims",
+        "freed_at",
+        "is_lasting",
+        "is_shared",
+        "num_blocks",
+        "retention_id",
+        "strength",
+    )
+
+    def __init__(
+        self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float, is_shared: bool
+    ) -> None:
+        changes_at = NEVER
+        strength = EXPIRED
+        is_lasting = True
+        for claim in claims:
+            strength = max(strength, claim.strength)
+            if claim.is_session or claim.duration_s != NEVER:
+                is_lasting = False
+                if not is_shared:
+                    changes_at = min(changes_at, claim.find_end(freed_at))
+        super().__init__(changes_at)
+        self.claims: tuple[Claim, ...] = claims
+        self.strength: int = strength
+        self.is_lasting: bool = is_lasting
+        self.is_shared: bool = is_shared
+        self.freed_at: float = freed_at
+        self.blocks: list[KVCacheBlock] = blocks
+        self.num_blocks: int = 0
+        self.retention_id: int = 0
+
+
+class ClaimRecords:
+    """Numbers from 1 on, each for a record, reused when no block has the number any more.
+
+    A block has its number in `_retention_id`, where a reference would make it part of a cycle, and an entry
+    in a dict would cost what a look at four bytes does not. 0: no claims. Below 0: the claims were on what
+    the block held before it got another hash.
+
+    Attributes:
+        num_blocks: blocks with a number, void or not.
+        num_made: records that have been made; says whether it is still the same record.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[Record | None] = [None]
+        self._unused: list[int] = []
+        self._shared: dict[tuple[Claim, ...], Record] = {}
+        self.num_blocks: int = 0
+
+    def list_records(self) -> list[Record]:
+        """The records that blocks refer to."""
+        return [record for record in self._records if record is not None]
+
+    def find(self, block: KVCacheBlock) -> Record | None:
+        """Return the record that the block's number stands for, void or not."""
+        retention_id = block._retention_id
+        return self._records[-retention_id if retention_id < 0 else retention_id]
+
+    def get_claims(self, block: KVCacheBlock) -> tuple[Claim, ...]:
+        """Return the claims on what the block holds; for a free block those in force."""
+        if block._retention_id <= 0 or block._block_hash is None:
+            return NO_CLAIMS
+        record = self._records[block._retention_id]
+        return NO_CLAIMS if record is None else record.claims
+
+    def share(self, claims: tuple[Claim, ...]) -> Record:
+        """Return the one record for blocks with these claims, at least one. Blocks are put under it next."""
+        record = self._shared.get(claims)
+        if record is None:
+            record = Record(claims, [], 0.0, True)
+            self._add(record)
+            self._shared[claims] = record
+        return record
+
+    def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
+        """Put blocks that became free together, at that time, under a record of their own."""
+        record = Record(claims, blocks, freed_at, False)
+        self._add(record)
+        self.put_all(blocks, record)
+        return record
+
+    def put(self, block: KVCacheBlock, record: Record) -> None:
+        """Replace the claims on a block."""
+        new_id = record.retention_id
+        if block._retention_id == new_id:
+            return
+        old = self.find(block)
+        block._retention_id = new_id
+        record.num_blocks += 1
+        if old is None:
+            self.num_blocks += 1
+        else:
+            self._drop_count(old, 1)
+
+    def put_all(self, blocks: list[KVCacheBlock], record: Record) -> None:
+        """Replace the claims on blocks, which come in stretches with equal ones."""
+        new_id: i32 = record.retention_id
+        last_id: i32 = 0
+        old: Record | None = None
+        num_replaced = 0
+        num_new = 0
+        for block in blocks:
+            old_id = block._retention_id
+            if old_id == new_id:
+                continue
+            if old_id == 0:
+                num_new += 1
+            else:
+                if old_id != last_id:
+                    if old is not None:
+                        self._drop_count(old, num_replaced)
+                    last_id = old_id
+                    old = self.find(block)
+                    num_replaced = 0
+                num_replaced += 1
+            block._retention_id = new_id
+            record.num_blocks += 1
+        self.num_blocks += num_new
+        if old is not None:
+            self._drop_count(old, num_replaced)
+
+    def drop(self, block: KVCacheBlock) -> None:
+        """Remove the claims from a block, void or not."""
+        record = self.find(block)
+        if record is not None:
+            block._retention_id = 0
+            self.num_blocks -= 1
+            self._drop_count(record, 1)
+
+    def drop_all(self, blocks: tuple[KVCacheBlock, ...]) -> None:
+        """Remove all claims. `blocks` must be all blocks of the pool."""
+        if self.num_blocks:
+            for block in blocks:
+                block._retention_id = 0
+        for record in self.list_records():
+            record.changes_at = NEVER
+        self._records = [None]
+        self._unused = []
+        self._shared = {}
+        self.num_blocks = 0
+
+    def rebuild(self, blocks: tuple[KVCacheBlock, ...]) -> None:
+        """Derive counts and unused numbers from the numbers of all blocks of the pool."""
+        counts = [0] * len(self._records)
+        for block in blocks:
+            retention_id: int = block._retention_id
+            counts[-retention_id if retention_id < 0 else retention_id] += 1
+        counts[0] = 0
+        unused: list[int] = []
+        shared: dict[tuple[Claim, ...], Record] = {}
+        for retention_id in range(1, len(counts)):
+            record = self._records[retention_id]
+            if counts[retention_id] == 0 or record is None:
+                if record is not None:
+                    record.changes_at = NEVER
+                self._records[retention_id] = None
+                unused.append(retention_id)
+            else:
+                record.num_blocks = counts[retention_id]
+                if record.is_shared:
+                    shared[record.claims] = record
+        self._unused = unused
+        self._shared = shared
+        self.num_blocks = sum(counts)
+
+    def _add(self, record: Record) -> None:
+        if self._unused:
+            record.retention_id = self._unused.pop()
+            self._records[record.retention_id] = record
+        else:
+            record.retention_id = len(self._records)
+            self._records.append(record)
+
+    def _drop_count(self, record: Record, num_blocks: int) -> None:
+        record.num_blocks -= num_blocks
+        if record.num_blocks == 0:
+            if record.is_shared:
+                del self._shared[record.claims]
+            record.changes_at = NEVER
+            record.blocks = []
+            self._records[record.retention_id] = None
+            self._unused.append(record.retention_id)

@@ -1,0 +1,306 @@
+"""`PlacedClaims`: blocks with claims, each free one in the band of its strongest claim."""
+
+from collections.abc import Callable
+
+from mypy_extensions import i32
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.deadlines import NEVER, Deadlines
+from kv_pool.core.eviction_order import DEFAULT_BAND, EXPIRED_BAND, Placement
+from kv_pool.core.holds import Hold
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, is_pin, list_live
+from kv_pool.manager.retention.claim_records import ClaimRecords, Record
+from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
+from kv_pool.manager.retention.pins import Pins
+
+Change = tuple[list[KVCacheBlock], list[tuple[Claim, ...]], bool]
+"""Blocks, the claims that each of them gets, and whether durations count from now."""
+
+
+class PlacedClaims(Placement):
+    """The claims on a pool's blocks, and the places of free blocks that follow from them.
+
+    Attributes:
+        records: the claims.
+        deadlines: when claims on free blocks end.
+        pins: blocks with a pin among their claims.
+        held: free pinned blocks: they keep a reference, since no band is never reused. Compaction may move
+            them.
+        is_marked: a call was interrupted, and `recover` has not completed it.
+    """
+
+    def __init__(self, block_pool: BlockPoolCore, clock: Callable[[], float], max_pinned_blocks: int) -> None:
+        self._pool: BlockPoolCore = block_pool
+        self._clock: Callable[[], float] = clock
+        self.records: ClaimRecords = ClaimRecords()
+        self.deadlines: Deadlines = Deadlines()
+        self.pins: Pins = Pins(max_pinned_blocks)
+        self.held: Hold = block_pool.holds.open([], "pinned by a directive", True)
+        self.is_marked: bool = False
+        self._is_moving: bool = False  # blocks become free that get their bands otherwise
+        self._change: Change | None = None
+
+    def place(self, freed: list[KVCacheBlock]) -> None:
+        """Move those of these blocks that are free to the bands of their claims, in the given order."""
+        if self.records.num_blocks == 0 or self._is_moving:
+            return
+        try:
+            self._place(freed)
+        except BaseException:
+            self.recover()
+            raise
+
+    def note_reset(self) -> None:
+        """Remove all claims: no block has content."""
+        self.records.drop_all(self._pool.blocks)
+        self.deadlines.clear()
+        self.pins.blocks.clear()
+
+    def note_removed(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove the claims on blocks that the pool has no longer."""
+        for block in blocks:
+            self._drop(block)
+
+    def count_held(self) -> int:
+        """Count pinned blocks without another reference than that of their pins. O(pinned free blocks)."""
+        return sum([block.ref_cnt == 1 for block in self.held.blocks])
+
+    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
+        """Release pinned blocks that have got another reference; their claims stay."""
+        self.held.remove([block for block in blocks if self.held.contains(block)])
+
+    def cover(self, block: KVCacheBlock, record: Record) -> None:
+        """Replace the claims on a block in use."""
+        self.pins.note(block, record.claims)
+        self.records.put(block, record)
+
+    def change(self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool) -> None:
+        """Give cached blocks, distinct and listed head first, other claims.
+
+        Args:
+            restarts: durations of free blocks count from now; otherwise those in force go on.
+        A free block keeps its place if its band stays the same, and is put at the back of its band otherwise.
+        """
+        self._change = blocks, new_claims, restarts
+        try:
+            self._make_change(blocks, new_claims, restarts)
+            self._change = None
+        except BaseException:
+            self.recover()
+            raise
+
+    def forget(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Remove the claims on blocks that have lost their content; return those of them that are free."""
+        freed: list[KVCacheBlock] = []
+        for block in blocks:
+            if block._retention_id != 0 and block._block_hash is None:
+                self._drop(block)
+                freed.append(block)
+        self._release([block for block in freed if self.held.contains(block)])
+        return [block for block in freed if block.next_free_block is not None]
+
+    def end_claims(self, record: Record) -> None:
+        """End the claims that end at the record's `changes_at`; move its free blocks accordingly."""
+        left = list_live(record.claims, record.freed_at, record.changes_at)
+        free: list[KVCacheBlock] = []
+        used: list[KVCacheBlock] = []
+        retention_id: i32 = record.retention_id
+        for block in record.blocks:
+            if block._retention_id != retention_id or block._block_hash is None:
+                continue
+            if block.next_free_block is not None or (block.ref_cnt == 1 and self.held.contains(block)):
+                free.append(block)
+            else:
+                used.append(block)
+        if used:
+            self.records.put_all(used, self.records.share(record.claims))
+        if free:
+            self._claim_free(free, left, record.freed_at, record.strength)
+        record.changes_at = NEVER
+
+    def drop_all(self) -> None:
+        """Remove all claims; the free blocks stay cached, in their order, in the default band."""
+        self._release(self.held.blocks)
+        self.note_reset()
+        self._pool.merge_bands()
+
+    def recover(self) -> None:
+        """Complete what an exception interrupted; may itself be interrupted and called again.
+
+        Counts, deadlines and places are derived from the claims on the blocks. O(blocks of the pool).
+        """
+        self.is_marked = True
+        pool = self._pool
+        pool.touch([])  # completes what was interrupted there
+        self._is_moving = False
+        self.records.rebuild(pool.blocks)
+        pinned: set[KVCacheBlock] = set()
+        for block in pool.blocks:
+            claims = self.records.get_claims(block)
+            if not claims and block._retention_id != 0:
+                self.records.drop(block)
+            elif is_pin(claims):
+                pinned.add(block)
+        self.pins.rebuild(pinned)
+        self.deadlines.clear()
+        for record in self.records.list_records():
+            record.changes_at = find_next_end(record)
+            self.deadlines.push(record)
+        self._release([block for block in self.held.blocks if block not in pinned])
+        by_strength: dict[int, list[KVCacheBlock]] = {}
+        for block in pool.free_block_queue.get_all_free_blocks():
+            known = self.records.find(block)
+            if known is not None:
+                by_strength.setdefault(known.strength, []).append(block)
+        for strength, blocks in by_strength.items():
+            self._put_in_place(blocks, strength)
+        change = self._change
+        if change is not None:
+            self._make_change(change[0], change[1], change[2])
+            self._change = None
+        self.is_marked = False
+
+    def _place(self, freed: list[KVCacheBlock]) -> None:
+        stretch: list[KVCacheBlock] = []
+        last_id: i32 = 0
+        for block in freed:
+            retention_id = block._retention_id
+            if retention_id == 0 or block.next_free_block is None:
+                continue
+            if retention_id < 0 or block._block_hash is None:
+                self._drop(block)
+                continue
+            if retention_id != last_id:
+                if stretch:
+                    self._place_stretch(stretch)
+                stretch = []
+                last_id = retention_id
+            stretch.append(block)
+        if stretch:
+            self._place_stretch(stretch)
+
+    def _place_stretch(self, blocks: list[KVCacheBlock]) -> None:
+        """Place blocks that have become free, one after the other, under the same record."""
+        record = self.records.find(blocks[0])
+        assert record is not None
+        if record.is_lasting and record.is_shared:
+            self._put_in_place(blocks, record.strength)
+            return
+        now = self._clock()
+        live = list_live(record.claims, now, now)
+        if is_pin(record.claims) and not is_pin(live):
+            for block in blocks:
+                self.pins.drop(block)
+        self._put_claims(blocks, live, now)
+        if live:
+            self._put_in_place(blocks, find_strength(live))
+
+    def _claim_free(
+        self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int
+    ) -> None:
+        """Replace the claims on free blocks, which are in the band of the old strength or pinned."""
+        strength = find_strength(claims)
+        self._put_claims(blocks, claims, freed_at)
+        if old_strength == PINNED and strength != PINNED:
+            for block in blocks:
+                self.pins.drop(block)
+            self._release(blocks)
+        if strength != old_strength:
+            self._put_in_place(blocks, strength)
+
+    def _put_claims(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float) -> None:
+        """Put free blocks under a record of these claims, which are in force, or under none."""
+        if not claims:
+            for block in blocks:
+                self.records.drop(block)
+            return
+        if all(not claim.is_session and claim.duration_s == NEVER for claim in claims):
+            self.records.put_all(blocks, self.records.share(claims))
+        else:
+            self.deadlines.push(self.records.make(claims, blocks, freed_at))
+
+    def _put_in_place(self, blocks: list[KVCacheBlock], strength: int) -> None:
+        """Move free blocks to the back of a band, or hold them if they are pinned."""
+        if strength != PINNED:
+            self._pool.move_to_band(blocks, find_band(strength))
+            return
+        for block in blocks:
+            self.pins.note(block, self.records.get_claims(block))
+        self.held.add(blocks)
+
+    def _release(self, blocks: list[KVCacheBlock]) -> None:
+        """End the pins of free blocks; they are at the back of the default band then."""
+        self._is_moving = True
+        self.held.remove(blocks)
+        self._is_moving = False
+
+    def _drop(self, block: KVCacheBlock) -> None:
+        """Remove the claims on a block, void or not."""
+        self.pins.drop(block)
+        self.records.drop(block)
+
+    def _make_change(
+        self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool
+    ) -> None:
+        now = self._clock()
+        stretch: list[KVCacheBlock] = []
+        stretch_claims: tuple[Claim, ...] = NO_CLAIMS
+        stretch_strength = 0
+        stretch_freed_at = 0.0
+        for index in range(len(blocks) - 1, -1, -1):
+            block = blocks[index]
+            claims = new_claims[index]
+            record = self.records.find(block) if self.records.get_claims(block) else None
+            if block.next_free_block is None and not (block.ref_cnt == 1 and self.held.contains(block)):
+                if claims:
+                    self.cover(block, self.records.share(claims))
+                else:
+                    self._drop(block)
+                continue
+            freed_at = now if restarts or record is None or record.is_shared else record.freed_at
+            strength = EXPIRED if record is None else record.strength
+            if record is None and claims:
+                strength = EXPIRED - 1  # wherever it is, it moves
+            if stretch and not (
+                claims is stretch_claims and strength == stretch_strength and freed_at == stretch_freed_at
+            ):
+                self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
+                stretch = []
+            if not stretch:
+                stretch_claims = claims
+                stretch_strength = strength
+                stretch_freed_at = freed_at
+            stretch.append(block)
+        if stretch:
+            self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
+
+    def _change_free(
+        self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int
+    ) -> None:
+        """Replace the claims on free blocks; without any they are where they were, or in the default band."""
+        live = list_live(claims, freed_at, self._clock())
+        self._claim_free(blocks, live, freed_at, old_strength)
+        if not live and old_strength != EXPIRED:
+            self._pool.move_to_band(blocks, DEFAULT_BAND)
+
+
+def find_band(strength: int) -> int:
+    """Return the band of a priority: 34 is just below the default band, and 35 just above it."""
+    if strength == EXPIRED:
+        return EXPIRED_BAND
+    return strength - DEFAULT_PRIORITY + (strength >= DEFAULT_PRIORITY)
+
+
+def find_strength(claims: tuple[Claim, ...]) -> int:
+    """Return the strength of the strongest claim, or EXPIRED."""
+    strength = EXPIRED
+    for claim in claims:
+        strength = max(strength, claim.strength)
+    return strength
+
+
+def find_next_end(record: Record) -> float:
+    """Return when the next claim of a record ends; NEVER for a shared record."""
+    ends = [claim.find_end(record.freed_at) for claim in record.claims]
+    return NEVER if record.is_shared else min(ends)
