@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 
 from kv_pool.adapter import invariants as adapter_invariants
-from kv_pool.manager.invariants import check_leases, check_manager, check_retention
+from kv_pool.manager.invariants import check_leases, check_manager
+from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.swap import invariants as swap_invariants
-from kv_pool.migration import invariants as migration_invariants
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
 
@@ -36,7 +36,7 @@ def check_node(node, movings):
     else:
         check_adapter_node(node, movings)
     held = Counter(block.block_id for block in list_held(node, movings))
-    found = Counter(node.pool.holds.list_ids())
+    found = Counter(block.block_id for hold in node.pool.holds.list_holds() for block in hold.blocks)
     if held != found:
         raise AssertionError(
             f"{node.name}: the holds are {sorted(found.items())}, not {sorted(held.items())}"
@@ -44,26 +44,23 @@ def check_node(node, movings):
 
 
 def list_references(node, movings):
-    """Return the blocks on which something besides a table has a reference, once for each."""
-    blocks = [block for lease in node.leases.list_leases() for block in lease.blocks]
-    blocks += [block for moving in movings if moving.target is node for block in moving.list_room()]
-    blocks += node.touched
+    """Return the blocks on which something besides tables and holds has a reference, once for each."""
+    blocks = [block for moving in movings if moving.target is node for block in moving.list_room()]
     if hasattr(node, "manager"):
         blocks += list_frozen(node, movings)
-        kept = node.retention._kept
-        blocks += [block for block in node.pool.blocks if kept.find_batch(block) is not None]
         blocks += list_planned(node)
     return blocks
 
 
 def list_held(node, movings):
-    """Return the blocks that keep their ids, once for each hold."""
+    """Return the blocks that are held, once for each hold."""
     blocks = [block for lease in node.leases.list_leases() for block in lease.blocks]
     blocks += [block for moving in movings if moving.target is node for block in moving.list_room()]
     blocks += node.touched
     blocks += list_frozen(node, movings)
     if hasattr(node, "manager"):
         blocks += list_planned(node)
+        blocks += node.retention._placed.held.blocks
     else:
         blocks += [node.pool.blocks[block_id] for block_id in node.list_pinned()]
     return blocks
@@ -99,9 +96,6 @@ def check_manager_node(node, movings):
     check_retention(node.retention)
     swap_invariants.check(node.swapper)
     tier_invariants.check(node.read_back)
-    migration_invariants.check_manager_site(
-        node.site, requests, [*(block for block in list_beside_site(node))]
-    )
     check_cached(node, node.host)
     check_pinned(node)
     check_held_keys(node)
@@ -141,14 +135,6 @@ def check_held_keys(node):
             raise AssertionError(f"{node.name}: a tier evicted what {opened.plan!r} is to read")
 
 
-def list_beside_site(node):
-    """Return the blocks with references that neither the manager nor its site knows of."""
-    kept = node.retention._kept
-    yield from (block for block in node.pool.blocks if kept.find_batch(block) is not None)
-    yield from list_planned(node)
-    yield from node.touched
-
-
 def check_sequence(node, sequence, end):
     """Check all that the next token of a request attends to."""
     for group_id, block_ids in enumerate(node.list_contents(sequence)):
@@ -157,7 +143,8 @@ def check_sequence(node, sequence, end):
 
 
 def check_adapter_node(node, movings):
-    adapter_invariants.check(node.gpu_pool, list_references(node, movings))
+    held = [block for hold in node.pool.holds.list_holds() for block in hold.blocks]
+    adapter_invariants.check(node.gpu_pool, [*list_references(node, movings), *held])
     tier_invariants.check_cache(node.cache)
     for sequence in node.list_sequences():
         block_ids = node.gpu_pool.blocks_of(sequence.number)

@@ -239,7 +239,8 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         return block_ids
 
     def reset(self):
-        is_idle = self.pool.get_num_free_blocks() + self.retention.num_held == self.pool.num_gpu_blocks - 1
+        num_free = self.manager.get_num_free_blocks() + self.retention.num_pinned
+        is_idle = num_free == self.pool.num_gpu_blocks - 1
         is_idle_on_host = self.host.pool.get_num_free_blocks() == self.host.pool.num_gpu_blocks - 1
         if self.world.chance(0.5):
             assert self.manager.reset_prefix_cache() == is_idle
@@ -282,17 +283,6 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
             duration_s=self.rng.choice((None, 2.0, 9.0)),
             pin=may_pin and self.world.chance(0.2),
         )
-
-    def take_reference(self, block):
-        super().take_reference(block)
-        self.retention.note_taken([block])
-
-    def give_reference_back(self, block):
-        self.retention.free_blocks([block])
-
-    def may_watch(self, block):
-        """`unpin_blocks` of the last reference bypasses the retention's claims."""
-        return block.ref_cnt > 1 or block._retention_id == 0
 
     # ---- for moves, leases and migrations --------------------------------------------------------
 

@@ -137,7 +137,6 @@ class Node:
         blocks = [block for block in blocks if block not in self.touched and block not in self.watched]
         if blocks and len(self.touched) < 3:
             block = self.rng.choice(blocks)
-            self.take_reference(block)
             hold = self.pool.hold([block], "read by a connector")
             self.touched[block] = hold, self.expect(self.device, [block], "read by a connector")
 
@@ -147,21 +146,10 @@ class Node:
             block = self.rng.choice(list(self.touched))
             hold, promise = self.touched.pop(block)
             self.end(promise)
+            self.watched[block] = promise
+            self.pool.touch([block])
             hold.release()
-            if self.may_watch(block):
-                self.watched[block] = promise
-                self.pool.unpin_blocks([block], self.note_reuse)
-            else:
-                self.give_reference_back(block)
-
-    def take_reference(self, block):
-        self.pool.touch([block])
-
-    def give_reference_back(self, block):
-        self.pool.free_blocks([block])
-
-    def may_watch(self, block):
-        return True
+            self.pool.unpin_blocks([block], self.note_reuse)
 
     def note_reuse(self, block):
         self.watched.pop(block).check()
@@ -230,10 +218,8 @@ class Node:
         compaction.shrink(self.pool, count, self.device.storage.apply_moves, on_moved=self.note_moved)
 
     def note_moved(self, relocation):
-        """Bring tables up to date; readers of watched blocks read at the new ids."""
+        """Bring tables up to date."""
         self.world.tally["moved"] += len(relocation.moves)
-        for promise in self.watched.values():
-            promise.follow()
 
     def restore_size(self):
         if self.grown < 0:

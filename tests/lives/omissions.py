@@ -55,10 +55,65 @@ def not_held(start):
     """A hold with this reason has no blocks."""
 
     def make(original):
-        def open_onto(book, blocks, reason, onto):
-            return original(book, [] if reason.startswith(start) else blocks, reason, onto)
+        def open_hold(book, blocks, reason, *args, **options):
+            return original(book, [] if reason.startswith(start) else blocks, reason, *args, **options)
 
-        return open_onto
+        return open_hold
+
+    return make
+
+
+def held_for_no_time(start):
+    """A hold with this reason loses its blocks as soon as it is opened."""
+
+    def make(original):
+        def open_hold(book, blocks, reason, *args, **options):
+            hold = original(book, blocks, reason, *args, **options)
+            if reason.startswith(start):
+                hold.remove(hold.blocks)
+            return hold
+
+        return open_hold
+
+    return make
+
+
+def held_twice(start):
+    """A hold with this reason is opened twice, and released once."""
+
+    def make(original):
+        def open_hold(book, blocks, reason, *args, **options):
+            if reason.startswith(start):
+                original(book, blocks, reason)
+            return original(book, blocks, reason, *args, **options)
+
+        return open_hold
+
+    return make
+
+
+def not_added(start):
+    """Blocks that are added to a hold with this reason are not held."""
+
+    def make(original):
+        def add(hold, blocks):
+            if not hold.reason.startswith(start):
+                original(hold, blocks)
+
+        return add
+
+    return make
+
+
+def not_removed(start):
+    """Blocks stay in a hold with this reason."""
+
+    def make(original):
+        def remove(hold, blocks):
+            if not hold.reason.startswith(start):
+                original(hold, blocks)
+
+        return remove
 
     return make
 
@@ -76,26 +131,7 @@ def not_released(start):
     return make
 
 
-def held_for_no_time(start):
-    """A hold with this reason is released as soon as it was taken, and again when its owner releases it."""
-
-    def make(original):
-        def open_onto(book, blocks, reason, onto):
-            hold = original(book, blocks, reason, onto)
-            if reason.startswith(start):
-                hold.remove(list(hold.blocks))
-            return hold
-
-        return open_onto
-
-    return make
-
-
-def open_no_keys(original):
-    return lambda book, blocks, reason: original(book, {}, reason)
-
-
-def nothing_held(original):
+def nothing_fixed(original):
     return lambda book: []
 
 
@@ -113,12 +149,12 @@ def expire_writers(original):
 
 
 def give_back_twice(original):
-    def give_references_back(leases, referenced):
-        again = list(referenced)
-        original(leases, referenced)
-        original(leases, again)
+    def give_back(leases, lease):
+        blocks = list(lease.blocks)
+        original(leases, lease)
+        leases.block_pool.free_blocks(blocks[::-1])
 
-    return give_references_back
+    return give_back
 
 
 def free_reserved(original):
@@ -226,45 +262,39 @@ def call_no_watchers(original):
 
 
 OMISSIONS = [
-    Omission(
-        "a reader's blocks are not held", "adapter", HOLDS, "BlockHolds.open_onto", not_held("lent to a")
-    ),
+    Omission("a reader's blocks are not held", "adapter", HOLDS, "BlockHolds.open", not_held("lent to a")),
     Omission(
         "a writer's blocks are not held",
         "manager",
         HOLDS,
-        "BlockHolds.open_onto",
+        "BlockHolds.open",
         not_held("lent to the load"),
     ),
     Omission(
         "a lease's hold is forgotten", "manager", HOLDS, "Hold.release", not_released("lent to a reader")
     ),
     Omission("a lease to write expires", "manager", LEASES, "BlockLeases.expire", expire_writers),
-    Omission(
-        "a lease is given back twice", "adapter", LEASES, "BlockLeases._give_references_back", give_back_twice
-    ),
-    Omission("a reservation is not held", "manager", HOLDS, "BlockHolds.open_onto", not_held("arriving")),
+    Omission("a lease is given back twice", "adapter", LEASES, "BlockLeases.give_back", give_back_twice),
+    Omission("a reservation is not held", "manager", HOLDS, "BlockHolds.open", not_held("arriving")),
     Omission(
         "an adapter's reservation is held for no time",
         "adapter",
         HOLDS,
-        "BlockHolds.open_onto",
+        "BlockHolds.open",
         held_for_no_time("arriving"),
     ),
     Omission("a reservation is released early", "manager", MANAGER_SITE, "ManagerSite.insert", free_reserved),
     Omission("a reservation is forgotten", "manager", MANAGER_SITE, "ManagerSite.drop", forget_room),
     Omission("a reservation is released twice", "adapter", POOL_SITE, "GPUKVPoolSite.leave", leave_twice),
-    Omission("a frozen table is not held", "manager", HOLDS, "BlockHolds.open_onto", not_held("in request")),
-    Omission(
-        "a frozen sequence is not held", "adapter", HOLDS, "BlockHolds.open_onto", not_held("in sequence")
-    ),
+    Omission("a frozen table is not held", "manager", HOLDS, "BlockHolds.open", not_held("in request")),
+    Omission("a frozen sequence is not held", "adapter", HOLDS, "BlockHolds.open", not_held("in sequence")),
     Omission("a thawed table stays held", "manager", HOLDS, "Hold.release", not_released("in request")),
     Omission("a frozen table is released early", "manager", MANAGER_SITE, "ManagerSite.freeze", free_frozen),
     Omission(
         "a swap's blocks are not held",
         "manager",
         HOLDS,
-        "BlockHolds.open_onto",
+        "BlockHolds.open",
         not_held("in an open plan to swap"),
     ),
     Omission("a swap's sources are released early", "manager", PLAN, "TablePlan.open", free_sources),
@@ -274,7 +304,7 @@ OMISSIONS = [
         "a read-back's blocks are not held",
         "manager",
         HOLDS,
-        "BlockHolds.open_onto",
+        "BlockHolds.open",
         not_held("in an open plan to read"),
     ),
     Omission("a read-back's keys are not held", "manager", TIERS, "TieredCache.hold_onto", hold_no_keys),
@@ -286,7 +316,7 @@ OMISSIONS = [
         "PrefixCache.store_pending",
         store_nothing,
     ),
-    Omission("an adapter's pins hold nothing", "adapter", HOLDS, "BlockHolds.open_keys", open_no_keys),
+    Omission("an adapter's pins hold nothing", "adapter", HOLDS, "Hold.add", not_added("pinned")),
     Omission(
         "a retention's pin is not noted",
         "manager",
@@ -308,7 +338,7 @@ OMISSIONS = [
         "BlockCopies.take",
         keep_copied,
     ),
-    Omission("a compaction knows no holds", "adapter", HOLDS, "BlockHolds.list_ids", nothing_held),
+    Omission("a compaction knows no holds", "adapter", HOLDS, "BlockHolds.list_fixed_ids", nothing_fixed),
     Omission(
         "a reuse watcher is not noted",
         "adapter",

@@ -22,10 +22,6 @@ class Promise:
                 num_slots = side.kv.shape[1] if slots is None else slots[position]
                 self.entries[block] = block.block_id, side.kv[block.block_id, :num_slots].copy()
 
-    def follow(self):
-        """Expect the blocks at the ids that they have now."""
-        self.entries = {block: (block.block_id, row) for block, (_, row) in self.entries.items()}
-
     def forget(self, block):
         self.entries.pop(block, None)
 
