@@ -237,6 +237,7 @@ class Node:
 
     def corrupt(self, block):
         """Overwrite a block with garbage; no promise covers it any more."""
+        self.pool.store_pending()  # what overwrites a block copies out its old content before
         self.device.kv[block.block_id] = np.uint64(2**63)
         self.forget_content([block])
 
