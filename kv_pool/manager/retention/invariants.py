@@ -3,10 +3,10 @@
     R1  a free block that carries a hash and claims is in the band of its strongest claim
     R2  a number on a block is that of a record, negative if the claims are void;  a record counts the blocks
         with its number, and has claims;  |blocks with a number| is what the records count
-    R3  a block has a pin among its claims  <=>  it is in the set of pinned blocks;  a pinned block is not free
+    R3  a block has a pin among its claims  <=>  it is among the pinned blocks;  a pinned block is not free
     R4  a block is held as pinned  =>  it has a pin among its claims
     R5  num_pins <= max_pinned_blocks
-    R6  what ends, session or record, has an entry among the deadlines, and that is not before the clock's time
+    R6  what ends, session or record, has an entry among the deadlines, and that is not in the past
     R7  no more sessions than max_sessions
 
 They hold whenever no method is running, R6 after any that looked at the clock. `check_retention` raises

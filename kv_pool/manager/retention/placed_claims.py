@@ -107,14 +107,22 @@ class PlacedClaims(Placement):
         left = list_live(record.claims, record.freed_at, record.changes_at)
         free: list[KVCacheBlock] = []
         used: list[KVCacheBlock] = []
+        void: list[KVCacheBlock] = []
         retention_id: i32 = record.retention_id
         for block in record.blocks:
-            if block._retention_id != retention_id or block._block_hash is None:
+            if block._retention_id == -retention_id or (
+                block._retention_id == retention_id and block._block_hash is None
+            ):
+                void.append(block)
+                continue
+            if block._retention_id != retention_id:
                 continue
             if block.next_free_block is not None or (block.ref_cnt == 1 and self.held.contains(block)):
                 free.append(block)
             else:
                 used.append(block)
+        for block in void:
+            self._drop(block)
         if used:
             self.records.put_all(used, self.records.share(record.claims))
             self.note_taken(used)
