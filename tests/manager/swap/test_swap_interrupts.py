@@ -218,9 +218,11 @@ class Signals:
         swap_invariants.check_references(swapper)
         swap_invariants.check_places(swapper)
         for pool in (engine.manager.block_pool, swapper.host_pool):
-            assert len(pool.holds.list_holds()) == len(swapper.list_open_plans())
+            assert sum(bool(hold.blocks) for hold in pool.holds.list_holds()) == len(
+                swapper.list_open_plans()
+            )
         retention = engine.manager.retention
-        num_kept = 0 if retention is None else retention.num_held
+        num_kept = 0 if retention is None else retention.num_pinned
         num_named = len(
             {
                 block
