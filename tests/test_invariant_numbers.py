@@ -17,7 +17,7 @@ KEPT_OTHERWISE = re.compile(r"\b([A-Z]\d{1,2}) is kept by\b")
 OTHER_MEANINGS = {
     "kv_pool/README.md": ("L", "layers"),
     "kv_pool/events/curve_keys.py": ("Z", "Z85, an encoding"),
-    "kv_pool/events/subscriber.py": ("Z", "Z85, an encoding"),
+    "kv_pool/events/subscriber_sockets.py": ("Z", "Z85, an encoding"),
     "tests/core/test_kv_events.py": ("V", "recorded vectors"),
     "tests/events/test_batch.py": ("V", "recorded vectors"),
     "tests/events/test_continuity.py": ("S", "snapshots"),
