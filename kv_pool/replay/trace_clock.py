@@ -193,7 +193,7 @@ class TraceClock:
             )
 
     def _count_next(self, request: ReplayRequest) -> int:
-        """Count tokens of the next step: part of the prompt, or output until a block is full; 0 at the end."""
+        """Count the next step's tokens: part of the prompt, or output until a block is full; 0 at the end."""
         if request.num_computed_tokens < request.num_tokens:
             return self._steps.count_next(request.num_computed_tokens, request.num_tokens)
         block_size = self.driver.manager.block_size
