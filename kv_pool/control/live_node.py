@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.migration_site import GPUKVPoolSite
-from kv_pool.adapter.sequence_owner import SequenceOwner
+from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
 from kv_pool.control.node_secret import find_secret
 from kv_pool.control.serve_settings import ServeSettings
@@ -25,8 +24,10 @@ from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
@@ -62,7 +63,7 @@ class LiveNode:
         pool: GPUKVPool,
         settings: ServeSettings,
         *,
-        owner: SequenceOwner | None = None,
+        owner: SequenceOwner[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if settings.name is None:
@@ -75,7 +76,7 @@ class LiveNode:
             known = parse_peer(text)
             peers.add(known.name, known.address)
         secret = find_secret(settings.secret_file)
-        site = GPUKVPoolSite(pool, owner=owner)
+        site = PoolSite(PoolSequences(pool), owner=owner)
         self._locations: dict[str, NodeLocation] = {}
         self._registry = NodeRegistry(clock)
         self.migrator = Migrator(
