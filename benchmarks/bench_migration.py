@@ -21,9 +21,11 @@ from bench_block_pool import find_cpu_model
 import kv_pool
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.messages import CancelTransfer, Offer, PrepareTransfer
 from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.storage import KVStorage
@@ -43,7 +45,7 @@ def make_backend(name: str, storage: KVStorage) -> TransferBackend:
     return NixlBackend(storage)
 
 
-class BenchNode:
+class BenchNode(SequenceOwner[str]):
     """A node with an engine that has one request at most."""
 
     def __init__(self, name: str, backend: str, block_bytes: int, num_blocks: int, scattered: bool) -> None:
@@ -66,7 +68,7 @@ class BenchNode:
             blocks = self.pool.get_new_blocks(num_blocks)
             self.pool.free_blocks([blocks[at] for at in np.random.default_rng(0).permutation(num_blocks)])
         self.manager = KVCacheManager(self.pool)
-        self.site = ManagerSite(self.manager, self.storage, hasher=HASHER, adopt_request=self.adopt)
+        self.site = PoolSite(ManagerSequences(self.manager, self.storage), hasher=HASHER, owner=self)
         self.adopted = ""
         self.backend = make_backend(backend, self.storage)
         self.migrator = Migrator(
@@ -74,7 +76,7 @@ class BenchNode:
         )
         self.migrator.start()
 
-    def adopt(self, request_id: str, state: bytes) -> None:
+    def take_over(self, request_id: str, state: bytes, /) -> None:
         self.adopted = request_id
 
     def forget(self) -> None:

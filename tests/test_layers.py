@@ -14,6 +14,7 @@ LAYERS = {
     "version": 0,
     "machine_memory": 0,
     "core": 1,
+    "error_names": 1,
     "foreign_bytes": 1,
     "regular_files": 1,
     "threads": 1,

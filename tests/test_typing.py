@@ -15,9 +15,10 @@ MADE_BEFORE = {
 from typing import Any
 from kv_pool import FullAttentionSpec, GPUKVPool, SlidingWindowSpec
 from kv_pool.adapter.migration_manager import KVPoolMigrationManager
-from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control import ControlServer
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.integrations.transformers.cache import PagedCache
 from kv_pool.integrations.transformers.sequences import PagedSequences
 from kv_pool.migration.backends.tcp import TcpBackend

@@ -749,7 +749,7 @@ class GPUKVPool(KVPoolProtocol):
         """Let blocks migrate to other nodes as well: `devices` says which node is which device.
 
         Args:
-            migrator: of this pool, over a `GPUKVPoolSite`; it knows the nodes by their names.
+            migrator: of this pool, over a `PoolSite` of it; it knows the nodes by their names.
         Raises:
             InvalidArgumentError: this pool, or a connected one, has such a device id. Nothing has changed.
         """

@@ -7,7 +7,6 @@ from kv_pool.adapter.pins import Pins
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.holds import Hold
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
@@ -45,7 +44,7 @@ class Holdings:
         later_holders: by block the others, in the order in which they came; no block has none.
         retention: which cached blocks are kept longer than others; None before the first of them.
         barred: sequences that may not be changed, freed, shared or pinned until a migration is over, and why.
-            `bar` and `unbar` change it.
+            Only a `PoolSite` changes it.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Holdings:
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.barred: dict[int, str] = {}
-        self._barred_holds: dict[int, list[Hold]] = {}
         # What an interrupted call leaves for `recover`: references that are counted and in no sequence for
         # good, the sequence that they are for; references to give back, and who held them.
         self.arriving: list[KVCacheBlock] = []
@@ -213,33 +211,13 @@ class Holdings:
         if later is not None and not later:
             self.later_holders.pop(block, None)
 
-    def bar(self, sequence_id: int, why: str) -> None:
-        """Refuse changes to a sequence until `unbar`, and hold its blocks in place. It may have none yet."""
-        holder = self.holders.get(sequence_id)
-        reason = f"in sequence {sequence_id}, which {why}"
-        holds: list[Hold] = []
-        self._barred_holds[sequence_id] = holds
-        try:
-            if holder is not None:
-                self._block_pool.holds.open_onto(list(holder.blocks), reason, holds)
-            self.barred[sequence_id] = why
-        except BaseException:
-            self.unbar(sequence_id)
-            raise
-
-    def unbar(self, sequence_id: int) -> None:
-        """Let a barred sequence be used again. May be repeated, where an exception interrupted it."""
-        for hold in self._barred_holds.get(sequence_id, ()):
-            if not hold.is_released:
-                hold.release()
-        self._barred_holds.pop(sequence_id, None)
-        self.barred.pop(sequence_id, None)
-
     def check_usable(self, sequence_id: int) -> None:
         """Raise FrozenSequenceError where a migration has the sequence."""
         why = self.barred.get(sequence_id)
         if why is not None:
-            raise FrozenSequenceError(f"sequence {sequence_id} {why}; wait until that is over, or cancel it")
+            raise FrozenSequenceError(
+                f"sequence {sequence_id} cannot be used: {why}; wait until that is over, or cancel it"
+            )
 
     def find(self, sequence_id: int) -> Holder:
         """The sequence. Raises UnknownSequenceError where it holds nothing."""

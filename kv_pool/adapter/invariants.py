@@ -3,7 +3,7 @@
     A1  every sequence in `holders` is there under its own id and holds at least one block
     A2  first_holders[b] and later_holders[b] are the sequences whose blocks include b; no list is empty
     A3  a held block is this pool's, not null, and in use
-    A4  ref_cnt(b) == sequences that hold b + references of others, for every block but the null block
+    A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
     A5  every pinned block is held by a sequence; there are no more than `max_pinned_blocks`
     A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
     A7  no references wait to be booked or given back
@@ -25,13 +25,13 @@ def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
     """Verify the invariants of the block pool and A1 to A7. O(number of blocks). Raises CorruptedPoolError.
 
     Args:
-        others: the blocks that something besides sequences has referenced, once for each reference: a
-            transfer, or a caller of `block_pool`.
+        others: the blocks that something besides sequences and holds has referenced, once for each reference,
+            such as a caller of `block_pool`.
     """
     with pool.lock:
         invariants.check(pool.block_pool)
         holders = _check_sequences(pool)
-        _check_references(pool, holders, Counter(others))
+        _check_references(pool, holders, Counter(others) + Counter(pool.block_pool.holds.count_references()))
         _check_pins_and_sizes(pool)
 
 

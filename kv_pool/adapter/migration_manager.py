@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.migration_site import GPUKVPoolSite
+from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.subjects import SequenceSubject
@@ -23,20 +23,19 @@ class KVPoolMigrationManager:
     """Moves sequences of one pool to other nodes.
 
     Args:
-        migrator: of the pool, over a `GPUKVPoolSite`; running.
+        migrator: of the pool, over a `PoolSite` of it; running.
     Raises:
         InvalidArgumentError: the migrator is another pool's.
     """
 
     def __init__(self, local_pool: GPUKVPool, migrator: Migrator) -> None:
-        site = migrator.site
-        if not isinstance(site, GPUKVPoolSite) or site.pool is not local_pool:
+        sequences = migrator.site.sequences
+        if not isinstance(sequences, PoolSequences) or sequences.gpu_pool is not local_pool:
             raise InvalidArgumentError(
                 f"node {migrator.name!r} is over another pool; give the migrator of this one"
             )
         self.local_pool = local_pool
         self._migrator = migrator
-        self._site = site
 
     def migrate_to_remote(self, sequence_id: int, target_node_id: int | str) -> RemoteMigration:
         """Move a sequence with its bytes to another node; it is free here when this returns.
@@ -56,9 +55,6 @@ class KVPoolMigrationManager:
             target = self.local_pool.get_attached_node(target_node_id)
         else:
             target = target_node_id
-        old_blocks = self._site.record_release(sequence_id)
-        try:
-            new_blocks = self._migrator.migrate(SequenceSubject(sequence_id), target).wait()
-        finally:
-            self._site.forget_record(sequence_id, old_blocks)
-        return {"old_blocks": old_blocks, "new_blocks": new_blocks, "target_node": target_node_id}
+        migration = self._migrator.migrate(SequenceSubject(sequence_id), target)
+        new_blocks = migration.wait()
+        return {"old_blocks": migration.old_ids, "new_blocks": new_blocks, "target_node": target_node_id}

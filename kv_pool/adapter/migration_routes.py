@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from kv_pool.adapter.site_pool import SitePool
+from kv_pool.adapter.pool_sequences import PoolSequences, SitePool
 from kv_pool.errors import InvalidArgumentError, UnknownDeviceError
 from kv_pool.ids import BlockMove
 
 if TYPE_CHECKING:
-    from kv_pool.adapter.migration_site import GPUKVPoolSite
     from kv_pool.migration.migrator import Migrator
+    from kv_pool.migration.pool_site import PoolSite
 
 
 class MigrationRoutes:
@@ -20,7 +20,7 @@ class MigrationRoutes:
 
     def __init__(self, pool: SitePool) -> None:
         self._pool = pool
-        self._site: GPUKVPoolSite | None = None
+        self._site: PoolSite | None = None
         self._peers: dict[int, MigrationRoutes] = {}
         self._nodes: dict[int, tuple[Migrator, str]] = {}
 
@@ -54,7 +54,13 @@ class MigrationRoutes:
         """See `GPUKVPool.migrate_blocks`."""
         peer = self._peers.get(device_id)
         if peer is not None:
-            return move_blocks(self.find_site(), peer.find_site(), block_ids)
+            # Always in this order.
+            with ExitStack() as locks:
+                for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
+                    locks.enter_context(pool.lock)
+                return move_blocks(
+                    self.find_site(), peer.find_site(), block_ids, f"device {peer._pool.device_id}"
+                )
         if device_id not in self._nodes:
             self._refuse(device_id)
         from kv_pool.migration.subjects import BlocksSubject
@@ -67,12 +73,12 @@ class MigrationRoutes:
             generations = tuple(block.generation for block in blocks)
         return migrator.migrate(BlocksSubject(tuple(block_ids), generations), name).wait()
 
-    def find_site(self) -> GPUKVPoolSite:
+    def find_site(self) -> PoolSite:
         """The site through which blocks come and go within this process."""
         if self._site is None:
-            from kv_pool.adapter.migration_site import GPUKVPoolSite
+            from kv_pool.migration.pool_site import PoolSite
 
-            self._site = GPUKVPoolSite(self._pool)
+            self._site = PoolSite(PoolSequences(self._pool))
         return self._site
 
     def _refuse(self, device_id: int) -> None:
@@ -82,33 +88,30 @@ class MigrationRoutes:
         )
 
 
-def move_blocks(source: GPUKVPoolSite, target: GPUKVPoolSite, block_ids: Sequence[int]) -> list[int]:
-    """Move blocks between two pools of this process in one step, both locked; nothing can come in between.
+def move_blocks(source: PoolSite, target: PoolSite, block_ids: Sequence[int], target_name: str) -> list[int]:
+    """Move blocks between two pools of this process in one step, with both locks held.
 
     Returns and raises as `GPUKVPool.migrate_blocks`.
     """
     from kv_pool.migration.subjects import BlocksSubject
 
-    with ExitStack() as locks:
-        for site in sorted((source, target), key=lambda site: site.pool.device_id):  # always in this order
-            locks.enter_context(site.lock)
-        subject = BlocksSubject(tuple(block_ids))
-        selection = source.select(subject, for_move=True)
-        room = target.take_room(subject, selection.offered, selection.state)
-        new_ids = [block.block_id for block in room.blocks]
-        try:
-            target.pool.block_pool.store_pending()
-            moves = [
-                BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
-            ]
-            source.storage.copy_to(target.storage, moves)
-            # The old ids may be taken on return, by work that is queued elsewhere.
-            target.storage.synchronize()
-        except BaseException:
-            target.drop(room)
-            raise
-        source.freeze(subject)
-        target.insert(subject, selection.offered, room, selection.state)
-        target.adopt(subject, selection.offered, room, selection.state)
-        source.release(subject, selection, f"device {target.pool.device_id}", new_ids)
-        return new_ids
+    subject = BlocksSubject(tuple(block_ids))
+    selection = source.select(subject, for_move=True)
+    room = target.take_room(subject, selection.offered, selection.state)
+    new_ids = [block.block_id for block in room.blocks]
+    try:
+        target.pool.store_pending()
+        moves = [
+            BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
+        ]
+        source.storage.copy_to(target.storage, moves)
+        # The old ids may be taken on return, by work that is queued elsewhere.
+        target.storage.synchronize()
+    except BaseException:
+        target.leave(room)
+        raise
+    source.freeze(subject)
+    target.insert(room)
+    target.adopt(room)
+    source.release(subject, target_name)
+    return new_ids

@@ -7,7 +7,6 @@ import typer
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn
 
-import kv_pool.errors as errors
 from kv_pool.cli.console import print_error, print_json
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import escape_text
@@ -15,7 +14,8 @@ from kv_pool.cli.migration_lines import describe_bytes, describe_outcome
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
-from kv_pool.errors import InvalidArgumentError, KVPoolError, MigrationError
+from kv_pool.error_names import ERRORS_BY_NAME
+from kv_pool.errors import InvalidArgumentError, MigrationCancelledError, MigrationError
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.replay.capacity import parse_rate
 
@@ -96,9 +96,6 @@ def _show(status: MigrationStatus, json: bool) -> None:
 def _raise(status: MigrationStatus) -> None:
     """Raise the error as which the migration failed."""
     if status.phase is MigrationPhase.CANCELLED:
-        raise errors.MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
-    kind = getattr(errors, status.error, MigrationError)
-    is_ours = isinstance(kind, type) and issubclass(kind, KVPoolError)
-    raise (kind if is_ours else MigrationError)(
-        f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}"
-    )
+        raise MigrationCancelledError(f"{status.subject} stays: {status.error_message or 'cancelled'}")
+    kind = ERRORS_BY_NAME.get(status.error, MigrationError)
+    raise kind(f"{status.subject} stays; node {status.peer} did not take it: {status.error_message}")

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.migration_site import GPUKVPoolSite
-from kv_pool.adapter.sequence_owner import SequenceOwner
+from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
 from kv_pool.control.node_secret import find_secret
 from kv_pool.control.serve_settings import ServeSettings
@@ -25,8 +24,10 @@ from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
@@ -62,7 +63,7 @@ class LiveNode:
         pool: GPUKVPool,
         settings: ServeSettings,
         *,
-        owner: SequenceOwner | None = None,
+        owner: SequenceOwner[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if settings.name is None:
@@ -75,7 +76,7 @@ class LiveNode:
             known = parse_peer(text)
             peers.add(known.name, known.address)
         secret = find_secret(settings.secret_file)
-        site = GPUKVPoolSite(pool, owner=owner)
+        site = PoolSite(PoolSequences(pool), owner=owner)
         self._locations: dict[str, NodeLocation] = {}
         self._registry = NodeRegistry(clock)
         self.migrator = Migrator(
@@ -178,7 +179,7 @@ class LiveNode:
         return PeerList(self.migrator.name, self.migrator.address, reports)
 
     def _report(self, known: KnownNode) -> PeerReport:
-        started = time.perf_counter()
+        started = self._clock()
         try:
             there = self._ask(known.name)
         except KVPoolError as error:
@@ -190,16 +191,16 @@ class LiveNode:
             nearness.value,
             there.num_free_blocks,
             there.num_blocks,
-            (time.perf_counter() - started) * 1000,
+            (self._clock() - started) * 1000,
         )
 
     def _ask(self, name: str) -> NodeDescription:
         self._learn_peers()
-        started = time.perf_counter()
+        started = self._clock()
         there = self.migrator.ask(name, _ASK_TIMEOUT_S)
         self._locations[name] = there.location
         nearness = find_nearness(self.migrator.location, there.location)
-        self.topology.note_round_trip(nearness, time.perf_counter() - started)
+        self.topology.note_round_trip(nearness, self._clock() - started)
         return there
 
     def _learn_peers(self) -> None:

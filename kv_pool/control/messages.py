@@ -20,11 +20,11 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-import kv_pool.errors as errors
 from kv_pool.adapter.layout import PoolLayout
 from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList, TierList
-from kv_pool.errors import ControlError, InvalidArgumentError, KVPoolError
+from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
+from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.migration.status import MigrationStatus
 
@@ -184,9 +184,9 @@ def encode_result(result: Result) -> bytes:
 
 def encode_error(error: Exception) -> bytes:
     """The reply of a command that raised this; a line. What is no error of ours goes as ControlError."""
-    name, message = type(error).__name__, str(error)
-    if not isinstance(error, KVPoolError):
-        name, message = ControlError.__name__, f"the pool raised {name}: {message}"
+    name, message = find_error_name(error), str(error)
+    if name is None:
+        name, message = ControlError.__name__, f"the pool raised {type(error).__name__}: {message}"
     sendable = message.encode(errors="backslashreplace").decode()
     return msgspec.json.encode({"error": name, "message": sendable}) + b"\n"
 
@@ -206,7 +206,4 @@ def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
         raise ControlError(
             f"the answer is not one of this version of kv_pool: {error}. Is another version served?"
         ) from error
-    raised = getattr(errors, reply.error, None)
-    if not (isinstance(raised, type) and issubclass(raised, KVPoolError)):
-        raised = ControlError
-    raise raised(reply.message)
+    raise ERRORS_BY_NAME.get(reply.error, ControlError)(reply.message)

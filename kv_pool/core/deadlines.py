@@ -33,7 +33,7 @@ class Deadlines:
         self._num_allowed: int = _FEW
 
     def push(self, ending: Ending) -> None:
-        """Note when it changes, if ever. Of several at one time, the first one pushed comes first."""
+        """Note when it changes, if ever. Of several at one time, the first that was pushed comes first."""
         self.push_at(ending, ending.changes_at)
 
     def push_at(self, ending: Ending, time: float) -> None:

@@ -1,29 +1,23 @@
-"""Errors of one node told to another, and raised there as what they were."""
+"""`CallFailed` from an error that a node raises, and the same error from it at another node."""
 
 from typing import NoReturn
 
-import kv_pool.errors as errors
-from kv_pool.errors import KVPoolError, MigrationError
+from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
+from kv_pool.errors import MigrationError
 from kv_pool.migration.messages import CallFailed
-
-_KINDS = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, KVPoolError)
-}
 
 
 def describe_failure(error: Exception) -> CallFailed:
-    """What to answer instead. An error that is none of kv_pool's is told as a MigrationError."""
-    kind = type(error).__name__
-    if _KINDS.get(kind) is type(error):
-        return CallFailed(kind, str(error))
-    return CallFailed("MigrationError", f"{kind}: {error}")
+    """The reply instead of a result. Errors of other libraries become MigrationErrors."""
+    name = find_error_name(error)
+    if name is None:
+        return CallFailed("MigrationError", f"{type(error).__name__}: {error}")
+    return CallFailed(name, str(error))
 
 
 def raise_failure(failed: CallFailed, peer: str) -> NoReturn:
-    """Raise what it tells of; a name that is no error of kv_pool here, as a MigrationError."""
-    kind = _KINDS.get(failed.error)
+    """Raise the error; a MigrationError where this version of kv_pool has none of that name."""
+    kind = ERRORS_BY_NAME.get(failed.error)
     if kind is None:
         raise MigrationError(f"{peer}: {failed.error}: {failed.message}")
     raise kind(failed.message)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kv_pool.manager.leases import Lease
 from kv_pool.migration.migration import IncomingMigration, Migration
-from kv_pool.migration.site import MigrationSite
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.transfer_backend import BlockReader
@@ -39,7 +39,7 @@ class Housekeeping:
     def __init__(
         self,
         name: str,
-        site: MigrationSite,
+        site: PoolSite,
         source: SourceTransfers,
         lease_s: float,
         clock: Callable[[], float],

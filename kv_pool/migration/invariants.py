@@ -1,38 +1,30 @@
 """The numbered truths about a node, each executable. They hold whenever nobody has the site's lock.
 
-    M1  a transfer that is lent has its blocks pinned by a lease to read, as long as the lease is not over
-    M2  what a pull is to read into is lent to it for writing, and is not cached, until it is inserted
-    M3  a pull that has ended has no room and no lease to write; one in doubt has room, and writes nothing
-    M4  a transfer that was acknowledged, cancelled or has expired is not lent
-    M5  a lease to write that belongs to no pull is one whose transfer may still write: nothing else is
-    M6  a block that is lent has the id that it was offered with; in another generation it is not served
-    M7  a block has at least as many references as leases and rooms name it
-    M8  what a pull holds on is all that has arrived, by a lease to read: it has no room any more
-
-Of a `ManagerSite`, whose other references are known, M7 is exact: see `check_manager_site`.
+M1  a transfer that is lent has its blocks pinned by a lease to read, as long as the lease is not over
+M2  what a pull is to read into is lent to it for writing, and is not cached, until it is inserted
+M3  a pull that has ended has no room and no lease to write; one in doubt has room, and writes nothing
+M4  a transfer that was acknowledged, cancelled or has expired is not lent
+M5  a lease to write that belongs to no pull is one whose transfer may still write: nothing else is
+M6  a block that is lent has the id that it was offered with; in another generation it is not served
+M7  the room of a pull is held: its hold is open, and has the blocks of the room and no others
+M8  what a pull holds on is all that has arrived, by a lease to read: it has no room any more
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kv_pool.core import invariants
-from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError, StaleTransferError
-from kv_pool.manager.invariants import check_leases, check_manager
+from kv_pool.manager.invariants import check_leases
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
-from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.migration.manager_site import ManagerSite
-from kv_pool.migration.site import MigrationSite
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.target import Pull
 
 
-def check(
-    site: MigrationSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]
-) -> None:
+def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
     """Verify M1 to M8, those of the leases, and the pool's own. The site's lock is held. O(blocks).
 
     Args:
@@ -42,10 +34,10 @@ def check(
         CorruptedPoolError: names the first that fails. Nothing is changed.
     """
     invariants.check(site.leases.block_pool)  # type: ignore[arg-type]
-    check_leases(site.leases)
     check_source(source)
     check_pulls(site, pulls, unsettled)
-    check_references(site, pulls)
+    check_rooms(pulls)
+    check_leases(site.leases)
 
 
 def check_source(source: SourceTransfers) -> None:
@@ -83,19 +75,21 @@ def _is_served(source: SourceTransfers, transfer_id: bytes, block_id: int) -> bo
     return True
 
 
-def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
+def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
     """M2, M3, M5, M8."""
     written: list[Lease] = list(unsettled)
     for pull in pulls:
         room, lease = pull.room, pull.lease
-        name = f"pull {pull.transfer_id.hex()}, which is {pull.phase.value}"
-        if pull.phase.is_ended and (room is not None or lease is not None):
+        name = f"pull {pull.transfer_id.hex()}, which is {pull.status.phase.value}"
+        if pull.status.phase.is_ended and (room is not None or lease is not None):
             raise CorruptedPoolError(f"M3: {name}, has room or a lease")
-        if pull.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
+        if pull.status.phase is MigrationPhase.IN_DOUBT and (room is None or lease is not None):
             raise CorruptedPoolError(f"M3: {name}, has no room, or still writes")
         held = pull.held
         if held is not None and (
-            room is not None or held.kind is not LeaseKind.READ or len(held.blocks) != len(pull.new_ids)
+            room is not None
+            or held.kind is not LeaseKind.READ
+            or len(held.blocks) != len(pull.record.new_ids)
         ):
             raise CorruptedPoolError(f"M8: {held!r} is not about what has arrived by {name}")
         if lease is None:
@@ -112,27 +106,9 @@ def check_pulls(site: MigrationSite, pulls: Sequence[Pull], unsettled: Sequence[
             raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull, and is not in quarantine for one")
 
 
-def check_references(site: MigrationSite, pulls: Sequence[Pull]) -> None:
+def check_rooms(pulls: Sequence[Pull]) -> None:
     """M7."""
-    counts = Counter(block for lease in site.leases.list_leases() for block in lease.blocks)
-    counts += Counter(block for pull in pulls if pull.room is not None for block in pull.room.blocks)
-    for block, count in counts.items():
-        if block.ref_cnt < count:
-            raise CorruptedPoolError(
-                f"M7: block {block.block_id} has {block.ref_cnt} references, and {count} leases and rooms"
-            )
-
-
-def check_manager_site(
-    site: ManagerSite,
-    requests: Iterable[SchedulableRequest],
-    held_elsewhere: Iterable[KVCacheBlock] = (),
-) -> None:
-    """M7, exactly: every reference is a table's, a frozen request's, a room's or a lease's.
-
-    Args:
-        requests: at least all that the manager has tables of.
-        held_elsewhere: other references, once for each.
-    """
-    leased = [block for lease in site.leases.list_leases() for block in lease.blocks]
-    check_manager(site.manager, requests, [*leased, *site.list_held_blocks(), *held_elsewhere])
+    for pull in pulls:
+        room = pull.room
+        if room is not None and (room.hold.is_released or set(room.hold.blocks) != set(room.blocks)):
+            raise CorruptedPoolError(f"M7: {room.hold!r} is not that of the room of {pull.transfer_id.hex()}")

@@ -19,6 +19,7 @@ What goes wrong at the other side comes back as `CallFailed` and is raised here 
 import msgspec
 
 from kv_pool.migration.site import OfferedBlock
+from kv_pool.migration.status import MigrationStatus
 from kv_pool.migration.subjects import Subject
 from kv_pool.storage.block_layout import BlockLayout
 
@@ -184,19 +185,10 @@ class PullOutcome(Message, frozen=True):
     """A pull, so far.
 
     Attributes:
-        phase: of the migration, see `MigrationPhase`.
-        error, error_message: of one that has failed, by the name of one of `kv_pool.errors`.
         new_ids: of one that is done.
     """
 
-    phase: str
-    num_blocks: int = 0
-    num_present_blocks: int = 0
-    num_done_blocks: int = 0
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    error: str = ""
-    error_message: str = ""
+    status: MigrationStatus
     new_ids: list[int] = []
 
 

@@ -6,11 +6,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 
 from kv_pool.errors import MigrationCancelledError
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
-from kv_pool.migration.subjects import Subject, describe_subject
-from kv_pool.migration.target import Pull, PullCounts
+from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
+from kv_pool.migration.target import Pull
 
 
 class Migration(ABC):
@@ -21,38 +21,36 @@ class Migration(ABC):
         peer: the other node.
     """
 
-    direction: str
-
-    def __init__(self, transfer_id: bytes, peer: str, subject: Subject, is_move: bool) -> None:
-        self.transfer_id = transfer_id
-        self.migration_id = transfer_id.hex()
-        self.peer = peer
-        self.subject = subject
-        self.is_move = is_move
-        self._started = time.time()
+    def __init__(self, record: MigrationRecord) -> None:
+        self.record = record
+        self.transfer_id = record.transfer_id
+        self.migration_id = record.status.migration_id
+        self.peer = record.status.peer
+        self.subject = record.subject
+        self.is_move = record.is_move
         self._begun_s = time.monotonic()
         self._elapsed_s: float | None = None
         self._changed = threading.Condition()
 
     @property
-    @abstractmethod
     def phase(self) -> MigrationPhase:
         """Where it is."""
+        return self.record.status.phase
 
     @property
-    @abstractmethod
-    def counts(self) -> PullCounts:
-        """How far it is."""
-
-    @property
-    @abstractmethod
     def error(self) -> Exception | None:
         """What it failed with, or is in doubt for."""
+        return self.record.error
 
     @property
-    @abstractmethod
     def new_ids(self) -> list[int]:
         """The blocks' ids at the target, in the order of the subject; of one that is done."""
+        return self.record.new_ids
+
+    @property
+    def old_ids(self) -> list[int]:
+        """The blocks' ids at the source, in the same order; at the source, once they are lent."""
+        return self.record.old_ids
 
     @abstractmethod
     def cancel(self) -> bool:
@@ -67,26 +65,11 @@ class Migration(ABC):
 
     def get_status(self) -> MigrationStatus:
         """How far it is, now."""
-        counts, error = self.counts, self.error
+        status = copy(self.record.status)
         elapsed_s = time.monotonic() - self._begun_s if self._elapsed_s is None else self._elapsed_s
-        return MigrationStatus(
-            self.migration_id,
-            self.direction,
-            self.peer,
-            describe_subject(self.subject),
-            self.is_move,
-            self.phase,
-            self._started,
-            counts.num_blocks,
-            counts.num_present_blocks,
-            counts.num_done_blocks,
-            counts.num_bytes,
-            counts.num_descriptors,
-            counts.num_bytes / elapsed_s if elapsed_s > 0 else 0.0,
-            elapsed_s,
-            "" if error is None else type(error).__name__,
-            "" if error is None else str(error),
-        )
+        status.elapsed_s = elapsed_s
+        status.bytes_per_s = status.num_bytes / elapsed_s if elapsed_s > 0 else 0.0
+        return status
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """Wait for the end.
@@ -129,29 +112,11 @@ class Migration(ABC):
 class IncomingMigration(Migration):
     """At the target."""
 
-    direction = "in"
-
-    def __init__(self, pull: Pull, peer: str, lease_s: float) -> None:
-        super().__init__(pull.transfer_id, peer, pull.subject, pull.is_move)
+    def __init__(self, pull: Pull, lease_s: float) -> None:
+        super().__init__(pull.record)
         self.pull = pull
         self._lease_s = lease_s
         self._doubted_since: float | None = None
-
-    @property
-    def phase(self) -> MigrationPhase:
-        return self.pull.phase
-
-    @property
-    def counts(self) -> PullCounts:
-        return self.pull.counts
-
-    @property
-    def error(self) -> Exception | None:
-        return self.pull.error
-
-    @property
-    def new_ids(self) -> list[int]:
-        return self.pull.new_ids
 
     def cancel(self) -> bool:
         return self.pull.cancel()
@@ -190,61 +155,31 @@ class OutgoingMigration(Migration):
         woken: set when it has ended, or is acknowledged.
     """
 
-    direction = "out"
-
-    def __init__(
-        self,
-        transfer_id: bytes,
-        peer: str,
-        subject: Subject,
-        is_move: bool,
-        phase: MigrationPhase,
-        cancel: Callable[[], bool],
-        is_push: bool,
-    ) -> None:
-        super().__init__(transfer_id, peer, subject, is_move)
-        self._phase = phase
+    def __init__(self, record: MigrationRecord, cancel: Callable[[], bool], is_push: bool) -> None:
+        super().__init__(record)
         self.is_push = is_push
-        self._counts = PullCounts()
-        self._error: Exception | None = None
-        self._new_ids: list[int] = []
         self._cancel = cancel
         self.woken = threading.Event()
 
-    @property
-    def phase(self) -> MigrationPhase:
-        return self._phase
-
-    @property
-    def counts(self) -> PullCounts:
-        return self._counts
-
-    @property
-    def error(self) -> Exception | None:
-        return self._error
-
-    @property
-    def new_ids(self) -> list[int]:
-        return self._new_ids
-
     def cancel(self) -> bool:
-        return not self._phase.is_ended and self._cancel()
+        return not self.phase.is_ended and self._cancel()
 
     def release(self) -> None:
         """Nothing is held here: blocks that were lent are the source's own."""
 
-    def note_lent(self, num_blocks: int) -> None:
+    def note_lent(self, block_ids: list[int]) -> None:
         """The target has asked for it."""
         with self._changed:
-            if not self._phase.is_ended:
-                self._phase = MigrationPhase.READING
-                self._counts.num_blocks = num_blocks
+            if not self.phase.is_ended:
+                self.record.status.phase = MigrationPhase.READING
+                self.record.status.num_blocks = len(block_ids)
+                self.record.old_ids = block_ids
 
-    def note_progress(self, counts: PullCounts) -> None:
+    def note_progress(self, told: MigrationStatus) -> None:
         """As the target says."""
         with self._changed:
-            if not self._phase.is_ended:
-                self._counts = counts
+            if not self.phase.is_ended:
+                self.record.take_progress(told)
 
     def note_acknowledged(self, new_ids: list[int]) -> None:
         """The target has them, and takes them over next; where it was asked to pull, it will say so."""
@@ -252,8 +187,8 @@ class OutgoingMigration(Migration):
             self.end(MigrationPhase.DONE, new_ids, None)
             return
         with self._changed:
-            if not self._phase.is_ended:
-                self._phase, self._new_ids = MigrationPhase.ACKNOWLEDGING, new_ids
+            if not self.phase.is_ended:
+                self.record.status.phase, self.record.new_ids = MigrationPhase.ACKNOWLEDGING, new_ids
         self.woken.set()
 
     def note_cancelled(self, reason: str) -> None:
@@ -266,8 +201,9 @@ class OutgoingMigration(Migration):
     def end(self, phase: MigrationPhase, new_ids: list[int], error: Exception | None) -> bool:
         """It is over. False, with nothing changed, if it was before."""
         with self._changed:
-            if self._phase.is_ended:
+            if self.phase.is_ended:
                 return False
-            self._phase, self._new_ids, self._error = phase, new_ids, error
+            self.record.set_error(error)
+            self.record.status.phase, self.record.new_ids = phase, new_ids
         self.woken.set()
         return True

@@ -42,12 +42,12 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMigration
 from kv_pool.migration.peer_links import PeerLinks
 from kv_pool.migration.peers import Peers, check_name
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.push import Push
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.registry import NodeRegistry
-from kv_pool.migration.site import MigrationSite
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState, make_epoch
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull, PullSettings
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
@@ -94,7 +94,7 @@ class Migrator:
     def __init__(
         self,
         name: str,
-        site: MigrationSite,
+        site: PoolSite,
         *,
         backends: Sequence[TransferBackend],
         secret: bytes | None = None,
@@ -416,18 +416,7 @@ class Migrator:
             raise StaleTransferError(f"node {self.name!r} pulls nothing called {message.pull_id.hex()}")
         if message.cancel:
             migration.cancel()
-        status = migration.get_status()
-        return PullOutcome(
-            status.phase.value,
-            status.num_blocks,
-            status.num_present_blocks,
-            status.num_done_blocks,
-            status.num_bytes,
-            status.num_descriptors,
-            status.error,
-            status.error_message,
-            migration.new_ids,
-        )
+        return PullOutcome(migration.get_status(), migration.new_ids)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -450,9 +439,9 @@ class Migrator:
     ) -> Migration:
         self._check_can_start(subject, is_move)
         limit = RateLimit(max_bytes_per_s, self._clock)
-        peer = _PeerOfPull(self, source)
-        pull = Pull(self._settings, peer, transfer_id, subject, is_move, limit, hold_s)
-        migration = IncomingMigration(pull, source, self.lease_s)
+        record = MigrationRecord(transfer_id, "in", source, subject, is_move)
+        pull = Pull(self._settings, _PeerOfPull(self, source), record, limit, hold_s)
+        migration = IncomingMigration(pull, self.lease_s)
         with self._lock:
             known = self._migrations.get(transfer_id)
             if known is not None:
@@ -486,11 +475,14 @@ class Migrator:
             migration = self._migrations.get(message.transfer_id)
             if migration is None:
                 migration = OutgoingMigration(
-                    message.transfer_id,
-                    message.target,
-                    message.subject,
-                    message.is_move,
-                    MigrationPhase.READING,
+                    MigrationRecord(
+                        message.transfer_id,
+                        "out",
+                        message.target,
+                        message.subject,
+                        message.is_move,
+                        MigrationPhase.READING,
+                    ),
                     lambda: self._take_back(message.transfer_id),
                     is_push=False,
                 )
@@ -499,7 +491,7 @@ class Migrator:
             return  # a node that migrates to itself, which the site refuses
         outcome = self._source.find_outcome(message.transfer_id)
         if outcome is None:
-            migration.note_lent(len(transfer.selection.blocks))
+            migration.note_lent([block.block_id for block in transfer.selection.offered])
         elif outcome.state is TransferState.ACKNOWLEDGED:
             migration.note_acknowledged(list(outcome.new_ids))
         elif outcome.state is TransferState.EXPIRED:

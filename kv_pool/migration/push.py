@@ -17,8 +17,7 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.migration import Migration, OutgoingMigration
 from kv_pool.migration.source import SourceTransfers
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.target import PullCounts
+from kv_pool.migration.status import MigrationPhase, MigrationRecord
 
 _POLL_S = 0.05
 _ADOPTION_S = 0.002
@@ -46,15 +45,8 @@ class Push:
         lease_s: float,
         on_change: Callable[[Migration], object],
     ) -> None:
-        self.migration = OutgoingMigration(
-            message.pull_id,
-            target,
-            message.subject,
-            message.is_move,
-            MigrationPhase.WAITING,
-            self._cancel,
-            True,
-        )
+        record = MigrationRecord(message.pull_id, "out", target, message.subject, message.is_move)
+        self.migration = OutgoingMigration(record, self._cancel, is_push=True)
         self._message = message
         self._target = target
         self._source = source
@@ -113,22 +105,14 @@ class Push:
                 self._note(outcome)
 
     def _note(self, outcome: PullOutcome) -> None:
-        self.migration.note_progress(
-            PullCounts(
-                outcome.num_blocks,
-                outcome.num_present_blocks,
-                outcome.num_done_blocks,
-                outcome.num_bytes,
-                outcome.num_descriptors,
-            )
-        )
-        phase = MigrationPhase(outcome.phase)
-        if phase is MigrationPhase.DONE:
+        status = outcome.status
+        self.migration.note_progress(status)
+        if status.phase is MigrationPhase.DONE:
             # Changes nothing, but for a copy whose acknowledgement was lost.
             self._source.cancel(CancelTransfer(self._message.pull_id, "it has arrived"))
             self._end(MigrationPhase.DONE, outcome.new_ids, None)
-        elif phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
-            raise_failure(CallFailed(outcome.error, outcome.error_message), self._target)
+        elif status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
+            raise_failure(CallFailed(status.error, status.error_message), self._target)
 
     def _break_off(self, error: Exception) -> None:
         """Take back what is lent: from here on the target can not get it, unless it has it already."""

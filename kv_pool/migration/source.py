@@ -29,7 +29,8 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
-from kv_pool.migration.site import MigrationSite, Selection
+from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.site import Selection
 from kv_pool.migration.subjects import describe_subject
 from kv_pool.storage.checksums import checksum_blocks
 
@@ -93,7 +94,7 @@ class SourceTransfers:
 
     def __init__(
         self,
-        site: MigrationSite,
+        site: PoolSite,
         name: str,
         epoch: str,
         lease_s: float,
@@ -119,7 +120,7 @@ class SourceTransfers:
         Raises:
             LayoutMismatchError: the target's blocks mean something else.
             StaleTransferError: this transfer has ended before.
-            What `MigrationSite.select` and `freeze` raise. Nothing has changed in any case.
+            What `PoolSite.select` and `freeze` raise. Nothing has changed in any case.
         """
         site = self._site
         site.layout.check_same(message.layout, f"node {message.target!r}")
@@ -194,9 +195,7 @@ class SourceTransfers:
                 )
             else:
                 if transfer.message.is_move:
-                    self._site.release(
-                        transfer.message.subject, transfer.selection, transfer.message.target, message.new_ids
-                    )
+                    self._site.release(transfer.message.subject, transfer.message.target)
                 self._end(transfer, Outcome(TransferState.ACKNOWLEDGED, tuple(message.new_ids)))
         self._on_change(transfer)
         if is_invalid:

@@ -52,10 +52,10 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.rate_limit import RateLimit
-from kv_pool.migration.site import MigrationSite, Room
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import Subject
+from kv_pool.migration.site import Room
+from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.storage.checksums import checksum_blocks
 
@@ -103,7 +103,7 @@ class PullSettings:
     """
 
     name: str
-    site: MigrationSite
+    site: PoolSite
     lease_s: float
     clock: Callable[[], float]
     deadline_clock: Callable[[], float]
@@ -111,17 +111,6 @@ class PullSettings:
     parallel: Parallel
     on_change: Callable[[Pull], object]
     on_unsettled: Callable[[Lease, BlockReader], object]
-
-
-@dataclass
-class PullCounts:
-    """Progress, as in `MigrationStatus`."""
-
-    num_blocks: int = 0
-    num_present_blocks: int = 0
-    num_done_blocks: int = 0
-    num_bytes: int = 0
-    num_descriptors: int = 0
 
 
 @dataclass
@@ -137,10 +126,7 @@ class Pull:
     """One migration to this node. One thread calls `run`, then `resolve` as long as it is in doubt.
 
     Attributes:
-        transfer_id: 16 bytes; a pull that its source asked for has the id that the source chose.
-        phase, counts: see `MigrationStatus`.
-        error: what it failed with; of one in doubt what the source's answer is missing for.
-        new_ids: of one that is done, in the order of the offer.
+        record: of this migration; a pull that its source asked for has the id that the source chose.
         room, lease: what it holds of the pool, None for nothing. Behind the site's lock.
         held: the lease to read by which what has arrived stays for `hold_s`, None for none; over when its
             deadline has passed, or after `release`. Behind the site's lock.
@@ -150,19 +136,15 @@ class Pull:
         self,
         settings: PullSettings,
         peer: PullPeer,
-        transfer_id: bytes,
-        subject: Subject,
-        is_move: bool,
+        record: MigrationRecord,
         limit: RateLimit,
         hold_s: float = 0.0,
     ) -> None:
-        self.transfer_id = transfer_id
-        self.subject = subject
-        self.is_move = is_move
-        self.phase = MigrationPhase.WAITING
-        self.counts = PullCounts()
-        self.error: Exception | None = None
-        self.new_ids: list[int] = []
+        self.record = record
+        self.status = record.status
+        self.transfer_id = record.transfer_id
+        self.subject = record.subject
+        self.is_move = record.is_move
         self.room: Room | None = None
         self.lease: Lease | None = None
         self.held: Lease | None = None
@@ -195,7 +177,7 @@ class Pull:
 
         An answer that is missing is no matter: there will be another, or the source's lease ends.
         """
-        if self.phase is not MigrationPhase.READING:
+        if self.status.phase is not MigrationPhase.READING:
             return
         with self._site.lock:
             if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
@@ -222,17 +204,17 @@ class Pull:
 
     def assume_source_gone(self) -> bool:
         """The source uses the blocks no more, and will not say so: they are ours. False if not in doubt."""
-        if self.phase is not MigrationPhase.IN_DOUBT:
+        if self.status.phase is not MigrationPhase.IN_DOUBT:
             return False
         self._adopt()
-        return self.error is None
+        return self.record.error is None
 
     def give_up_doubt(self) -> bool:
         """Ask no more, and do not take it over: the source may go on with it. False if not in doubt."""
         with self._ending:
-            if self.phase is not MigrationPhase.IN_DOUBT or self.error is None:
+            if self.status.phase is not MigrationPhase.IN_DOUBT or self.record.error is None:
                 return False
-            self._leave(self.error)
+            self._leave(self.record.error)
             return True
 
     # ---- the way ---------------------------------------------------------------------------------
@@ -252,7 +234,7 @@ class Pull:
 
     def resolve(self) -> None:
         """Ask the source once more whether it gave a move up, where it has not answered."""
-        if self.phase is MigrationPhase.IN_DOUBT:
+        if self.status.phase is MigrationPhase.IN_DOUBT:
             self._acknowledge()
 
     def _prepare(self) -> None:
@@ -270,7 +252,7 @@ class Pull:
         if offer.epoch != source.epoch:
             raise PeerUnavailableError(f"node {source.name!r} was restarted while it was asked; try again")
         self._offer = offer
-        self.counts.num_blocks = len(offer.blocks)
+        self.status.num_blocks = len(offer.blocks)
 
     def _take_room(self) -> None:
         """M2: a block for each that is offered; those to be written are lent to this pull."""
@@ -287,10 +269,10 @@ class Pull:
                         LeaseKind.WRITE,
                     )
             except BaseException:
-                site.drop(room)
+                site.leave(room)
                 raise
             self.room = room
-        self.counts.num_present_blocks = self.counts.num_done_blocks = len(room.blocks) - len(room.missing)
+        self.status.num_present_blocks = self.status.num_done_blocks = len(room.blocks) - len(room.missing)
 
     def _read(self) -> None:
         """M2: the missing bytes; those that are not as they were sent are read again."""
@@ -312,12 +294,11 @@ class Pull:
         if self._reader is not None:
             self._peer.leave_reader(self._get_source(), self._reader)
             self._reader = None
-        offer = self._get_offer()
         with self._site.lock:
             room = self._get_room()
             # A block that can be hit is written by nobody; the room's own reference keeps it.
             self._give_lease_back()
-            self._site.insert(self.subject, offer.blocks, room, offer.state)
+            self._site.insert(room)
             self._is_inserted = True
 
     def _enter_acknowledging(self) -> None:
@@ -346,23 +327,25 @@ class Pull:
 
     def _adopt(self) -> None:
         with self._ending:
-            if self.phase.is_ended:
+            if self.status.phase.is_ended:
                 return
-            offer = self._get_offer()
             try:
                 with self._site.lock:
                     room = self._get_room()
                     held = self._hold(room)
                     try:
-                        self._site.adopt(self.subject, offer.blocks, room, offer.state)
+                        self._site.adopt(room)
                     except BaseException:
                         if held is not None:
                             held.give_back()
                         raise
                     self.held = held
-                    self.new_ids = [block.block_id for block in room.blocks]
-                    self.error = None
-                    self.room, self.phase = None, MigrationPhase.DONE  # together: one in doubt has room
+                    self.record.new_ids = [block.block_id for block in room.blocks]
+                    self.record.set_error(None)
+                    self.room, self.status.phase = (
+                        None,
+                        MigrationPhase.DONE,
+                    )  # together: one in doubt has room
             except Exception as error:
                 self._leave(error)
                 return
@@ -379,14 +362,14 @@ class Pull:
     def _end_with_copy(self, error: Exception) -> None:
         """The subject is not ours; what was inserted may be hit, unless the source reports it wrong."""
         with self._ending:
-            if not self.phase.is_ended:
+            if not self.status.phase.is_ended:
                 self._leave(error)
 
     def _leave(self, error: Exception) -> None:
         with self._site.lock:
             self._leave_room(self._get_room(), error)
-            self.error = error
-            self.room, self.phase = None, MigrationPhase.FAILED
+            self.record.set_error(error)
+            self.room, self.status.phase = None, MigrationPhase.FAILED
         self._settings.on_change(self)
 
     def _leave_room(self, room: Room, error: Exception) -> None:
@@ -398,11 +381,13 @@ class Pull:
 
     def _stay_in_doubt(self, error: Exception) -> None:
         with self._ending:
-            if self.phase.is_ended:
+            if self.status.phase.is_ended:
                 return
-            self.error = MigrationInDoubtError(
-                f"node {self._get_source().name!r} has not answered whether it gave up "
-                f"{self.counts.num_blocks} blocks; they are kept aside here until it does. ({error})"
+            self.record.set_error(
+                MigrationInDoubtError(
+                    f"node {self._get_source().name!r} has not answered whether it gave up "
+                    f"{self.status.num_blocks} blocks; they are kept aside here until it does. ({error})"
+                )
             )
             # Told each time, so that whoever waits sees for how long.
             self._enter(MigrationPhase.IN_DOUBT)
@@ -422,13 +407,13 @@ class Pull:
                     self._settings.on_unsettled(self.lease, self._reader)
                     self.lease = None
                 self._give_lease_back()
-                self._site.drop(room)
+                self._site.leave(room)
         self._reader = None
         if self._may_be_lent:
             # Once, and whatever comes of it: without this the source's lease ends by itself.
             with suppress(Exception):
                 self._call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
-        self.error = error
+        self.record.set_error(error)
         is_wanted = isinstance(error, MigrationCancelledError)
         self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED)
 
@@ -488,8 +473,8 @@ class Pull:
                     raise
                 self._reader = None
                 continue
-            self.counts.num_bytes += count.num_bytes
-            self.counts.num_descriptors += count.num_descriptors
+            self.status.num_bytes += count.num_bytes
+            self.status.num_descriptors += count.num_descriptors
             return
 
     def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
@@ -505,7 +490,7 @@ class Pull:
         expected = asked.result()
         found = checksum_blocks(self._site.storage, batch.local_ids)
         wrong = np.flatnonzero(found != expected).tolist()
-        self.counts.num_done_blocks += len(batch.positions) - len(wrong)
+        self.status.num_done_blocks += len(batch.positions) - len(wrong)
         return [batch.positions[index] for index in wrong]
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -551,7 +536,7 @@ class Pull:
             self.lease = None
 
     def _enter(self, phase: MigrationPhase) -> None:
-        self.phase = phase
+        self.status.phase = phase
         self._settings.on_change(self)
 
     def _get_source(self) -> NodeDescription:

@@ -9,17 +9,15 @@ import msgspec
 
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.host_prefix import HostPrefixes
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState
 from kv_pool.tiers.read_back_plan import ReadBackPlan
 from kv_pool.tiers.tier_hit import TierHit
-from kv_pool.tiers.tier_lookup import TierLookup
+from kv_pool.tiers.tier_prefixes import TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
@@ -77,10 +75,7 @@ class TierReadBack:
         for group_id, spec in enumerate(manager.groups):
             if spec.is_cacheable:
                 tiered_cache.note_block_size(group_id, spec.block_size)
-        lookup = TierLookup(tiered_cache)
-        self._prefixes: HostPrefixes[BlockHashWithGroupId] = HostPrefixes(
-            lookup, self._groups, manager.alignment
-        )
+        self._prefixes = TierPrefixes(tiered_cache, self._groups, manager.alignment)
         self._open_plans: OpenPlans[ReadBackPlan] = OpenPlans()
         self._media = [tier.medium for tier in tiered_cache.tiers]
         self._statistics = ReadBackStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))

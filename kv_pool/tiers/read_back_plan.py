@@ -10,8 +10,8 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PlanClosedEr
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.allocated_tables import AllocatedTables
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
+from kv_pool.tiers.allocated_tables import AllocatedTables
 from kv_pool.tiers.tier_hit import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 

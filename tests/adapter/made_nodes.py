@@ -2,9 +2,8 @@
 
 from contextlib import ExitStack, contextmanager
 
-from adapter.made_pool import fill, make, make_storage, take
+from adapter.made_pool import fill, make, make_site, make_storage, take
 
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.messages import NodeLocation
 from kv_pool.migration.migrator import Migrator
@@ -20,7 +19,7 @@ def running_nodes(*sizes, locations=None, **options):
         nodes = []
         for number, size in enumerate(sizes):
             pool = make(size, device_id=number, storage=make_storage(size + 1), **({} if number else options))
-            site = GPUKVPoolSite(pool)
+            site = make_site(pool)
             backends = [InProcessBackend(pool.storage)]
             location = NodeLocation() if locations is None else locations[number]
             node = stack.enter_context(Migrator("abcdef"[number], site, backends=backends, location=location))

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.adapter import invariants
+from kv_pool.adapter.pool_sequences import PoolSequences
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.storage import KVStorage
 
 
@@ -25,6 +27,11 @@ def make(total_blocks=10, **options):
 
 def take(pool, sequence_id, num_blocks, **options):
     return pool.allocate(BlockAllocationRequest(num_blocks, sequence_id, **options))
+
+
+def make_site(pool, **options):
+    """The pool as a site of migrations; `site.sequences.gpu_pool` is the pool."""
+    return PoolSite(PoolSequences(pool), **options)
 
 
 def make_storage(num_blocks=11, copy=None):
@@ -57,7 +64,7 @@ def draw(pool):
 def check(pool, others=()):
     """All invariants underneath, and that holders, references, pins and sequences agree.
 
-    `others` are the blocks on which somebody else has a reference, once for each.
+    `others` are the blocks on which neither sequences nor holds have a reference, once for each.
     """
     invariants.check(pool, others)
     references = {}
@@ -68,7 +75,13 @@ def check(pool, others=()):
         for block_id in held:
             references.setdefault(block_id, []).append(sequence_id)
     num_pinned = 0
-    num_others = Counter(block.block_id for block in others)
+    held = [
+        block
+        for hold in pool.block_pool.holds.list_holds()
+        if hold.reason != "pinned"
+        for block in hold.blocks
+    ]
+    num_others = Counter(block.block_id for block in [*others, *held])
     for block_id in range(1, pool.total_blocks + 1):
         info = pool.get_block_info(block_id)
         assert info.ref_count == len(references.get(block_id, [])) + num_others[block_id]

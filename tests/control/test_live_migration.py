@@ -5,18 +5,17 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
-from adapter.made_pool import check
+from adapter.made_pool import check, make_site
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.control.live_replay import STEP_S, LiveReplay, find_first_number
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.subjects import SequenceSubject
-from kv_pool.replay.trace_clock import EngineRates
+from kv_pool.replay.settings import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 # The next round of the trace begins a second after its last request.
@@ -53,7 +52,7 @@ class Pair:
             )
             publisher = self.publishers[name] = Keeping()
             replay = LiveReplay(made, rates=RATES, publisher=publisher, clock=lambda: self.now)
-            site = GPUKVPoolSite(replay.pool, owner=replay)
+            site = make_site(replay.pool, owner=replay)
             node = Migrator(name, site, backends=[InProcessBackend(site.storage)])
             self.replays[name], self.nodes[name] = replay, stack.enter_context(node)
         self.nodes["a"].connect(self.nodes["b"])

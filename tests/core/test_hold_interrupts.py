@@ -1,4 +1,4 @@
-"""Calls about holds that a signal handler breaks off: no reference is lost or left without a hold."""
+"""Calls about holds that a signal handler breaks off: no reference is lost or left without one."""
 
 import random
 from collections import Counter

@@ -1,23 +1,21 @@
 """What goes on beside a `RandomScheduler`'s manager: requests on the host, kept blocks, lent blocks."""
 
 import numpy as np
-import pytest
 
 from kv_pool import AllocStatus, BlockPool
-from kv_pool.errors import InvalidBlockError, PinLimitError
-from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec
+from kv_pool.errors import PinLimitError
 from kv_pool.manager.invariants import check_leases
-from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
+from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.swap import invariants as swap_invariants
 from kv_pool.manager.swap.plan import SwapDirection
 from kv_pool.manager.swap.swapper import BlockSwapper
 
 
 class RandomSwaps:
-    """Swaps out and in, takes prefixes from the host; copies when a plan is committed, some time later."""
+    """Swaps out and in; copies when a plan is committed, some time later."""
 
     def __init__(self, scheduler, num_host_blocks):
         self.scheduler = scheduler
@@ -26,7 +24,6 @@ class RandomSwaps:
         self.swapper = BlockSwapper(scheduler.manager, host_pool)
         self.slots = np.full((num_host_blocks + 1, scheduler.engine.slots.shape[1]), -1, dtype=np.int64)
         self.plans, self.swapped = {}, []
-        self.hits = {}
 
     def act(self):
         rng, scheduler = self.scheduler.rng, self.scheduler
@@ -34,8 +31,6 @@ class RandomSwaps:
             self.close(sequence, rng.random() < 0.85)
         if scheduler.running and rng.random() < 0.12:
             self.swap_out(rng.choice(scheduler.running))
-        for sequence in [one for one in scheduler.waiting if rng.random() < 0.3]:
-            self.start_from_host(sequence)
         for sequence in [one for one in self.swapped if rng.random() < 0.4]:
             if rng.random() < 0.1:
                 self.swapped.remove(sequence)
@@ -65,32 +60,9 @@ class RandomSwaps:
             self.swapper.drop(sequence.request)
             self.scheduler.done["too large"] += 1
 
-    def start_from_host(self, sequence):
-        """A request that waits, if the host has what comes after the prefix that the device has."""
-        self.scheduler.apply_copies()
-        prefix = self.scheduler.manager.get_computed_blocks(sequence.request)
-        num_tokens = self.swapper.find_host_prefix(sequence.request, prefix.num_tokens)
-        if not num_tokens:
-            return
-        plan = self.swapper.plan_host_hit(
-            sequence.request, num_tokens, prefix, num_encoder_tokens=len(sequence.encoder)
-        )
-        if plan is not None:
-            self.plans[sequence] = plan
-            held = plan.list_blocks(self.swapper._device)  # of the prefix, what the next token attends to
-            self.hits[sequence] = [(block, block.block_hash) for block in held if block.block_hash]
-            self.scheduler.waiting.remove(sequence)
-
     def close(self, sequence, is_done):
         plan = self.plans.pop(sequence)
-        scheduler, request = self.scheduler, sequence.request
-        is_host_hit = type(plan).__name__ == "HostHitPlan"
-        was_wrong = any(block.block_hash != key for block, key in self.hits.pop(sequence, ()))
-        if is_done and was_wrong:
-            with pytest.raises(InvalidBlockError, match="found wrong"):
-                plan.commit()
-            scheduler.done["prefixes found wrong while they were copied"] += 1
-            is_done = False
+        scheduler = self.scheduler
         if is_done:
             device = scheduler.engine.slots
             for source, target in plan.moves:
@@ -99,25 +71,14 @@ class RandomSwaps:
                 else:
                     device[target] = self.slots[source]
             plan.commit()
-            scheduler.done[type(plan).__name__] += 1
+            scheduler.done[f"swapped {plan.direction.value}"] += 1
         else:
             plan.abort()
             scheduler.done["aborted plans"] += 1
-        if is_host_hit and is_done:
-            request.num_computed_tokens = plan.num_computed_tokens
-            self.write_encoder(sequence)
-        if is_host_hit and not is_done:
-            scheduler.waiting.append(sequence)
-        elif (plan.direction is SwapDirection.OUT) == is_done:
+        if (plan.direction is SwapDirection.OUT) == is_done:
             self.swapped.append(sequence)
         else:
             scheduler.running.append(sequence)
-
-    def write_encoder(self, sequence):
-        for group_id, spec in enumerate(self.scheduler.setup.groups):
-            if isinstance(spec, CrossAttentionSpec):
-                table = self.scheduler.manager.get_block_ids(sequence.name, group_id)
-                self.scheduler.engine.write(group_id, table, 0, sequence.encoder)
 
     def list_held(self):
         return [

@@ -54,14 +54,6 @@ class SwapEngine:
         self.compute(request, prefix.num_tokens, prefix.num_tokens + num_new)
         return prefix.num_tokens
 
-    def start_with_host(self, request):
-        """The same with what the host has: (plan or None if it has nothing or does not fit, prefix)."""
-        prefix = self.manager.get_computed_blocks(request)
-        num_host = self.swapper.find_host_prefix(request, prefix.num_tokens)
-        if not num_host:
-            return None, prefix
-        return self.swapper.plan_host_hit(request, num_host, prefix), prefix
-
     def grow(self, request, num_new_tokens):
         """Compute tokens of a request that holds blocks; False if they do not fit."""
         if self.manager.allocate_slots(request, num_new_tokens) is None:

@@ -7,8 +7,10 @@ import numpy as np
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.migration.backends.in_process import InProcessBackend
-from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount
 from kv_pool.storage import KVStorage
 
@@ -24,7 +26,7 @@ class Clock:
         return self.now
 
 
-class MadeEngine:
+class MadeEngine(SequenceOwner):
     """A scheduler with requests, a manager and a storage; the bytes of a block are made of its tokens."""
 
     def __init__(
@@ -47,18 +49,8 @@ class MadeEngine:
         self.moved_away = {}
         self.lock = threading.RLock()
         options = {} if clock is None else {"clock": clock}
-        self.site = ManagerSite(
-            self.manager,
-            self.storage,
-            hasher=HASHER,
-            lock=self.lock,
-            describe_request=self._describe,
-            adopt_request=self._adopt,
-            release_request=self._release,
-            model=model,
-            weights=weights,
-            **options,
-        )
+        sequences = ManagerSequences(self.manager, self.storage, self.lock)
+        self.site = PoolSite(sequences, hasher=HASHER, owner=self, model=model, weights=weights, **options)
 
     def start(self, request_id, token_ids):
         """Admit a request, compute all its tokens, and write their bytes."""
@@ -123,17 +115,17 @@ class MadeEngine:
                 assert self.read(block.block_id) == self.make_bytes(f"0 {covered}")
             return len(blocks)
 
-    def _describe(self, request_id):
+    def describe(self, request_id):
         request = self.requests[request_id]
         return np.array([request.num_computed_tokens, *request.all_token_ids], np.int64).tobytes()
 
-    def _adopt(self, request_id, state):
+    def take_over(self, request_id, state):
         num_computed, *token_ids = np.frombuffer(state, np.int64).tolist()
         request = Request(request_id, token_ids, HASHER)
         request.num_computed_tokens = num_computed
         self.requests[request_id] = request
 
-    def _release(self, request_id, target):
+    def give_up(self, request_id, target):
         del self.requests[request_id]
         self.moved_away[request_id] = target
 

@@ -4,9 +4,8 @@ import logging
 import threading
 
 import pytest
-from adapter.made_pool import make, make_storage
+from adapter.made_pool import make, make_site, make_storage
 
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
@@ -58,7 +57,7 @@ def make_registry():
 
 @pytest.fixture
 def node():
-    site = GPUKVPoolSite(make(4, storage=make_storage(5)))
+    site = make_site(make(4, storage=make_storage(5)))
     with Migrator("a", site, backends=[TcpBackend(site.storage)], secret=SECRET, listen="127.0.0.1:0") as a:
         yield a
 

@@ -7,10 +7,10 @@ reads and writes at the block ids that it was given when it began.
 import random
 
 import pytest
+from adapter.made_pool import make_site
 from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, LeaseKind
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from kv_pool.contiguous import compaction, invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.errors import OutOfBlocksError
@@ -58,7 +58,7 @@ class PoolNode:
             NUM_BLOCKS, BLOCK_SIZE, storage=self.engine.storage, on_moved=lambda relocation: None
         )
         self.pool = self.engine.pool = self.gpu_pool.block_pool
-        self.site = GPUKVPoolSite(self.gpu_pool, hasher=HASHER)
+        self.site = make_site(self.gpu_pool, hasher=HASHER)
         self.tokens = {}
 
     def start(self, number, token_ids):
@@ -152,11 +152,11 @@ class Moving:
         if self.write_lease is not None:
             self.write_lease.give_back()
             self.write_lease = None
-        self.target.site.insert(self.subject, self.selection.offered, self.room, self.selection.state)
+        self.target.site.insert(self.room)
 
     def acknowledge(self):
         if self.is_move:
-            self.source.site.release(self.subject, self.selection, "target", self.ids)
+            self.source.site.release(self.subject, "target")
         self.give_lease_back()
 
     def adopt(self):
@@ -167,16 +167,15 @@ class Moving:
         if isinstance(self.subject, SequenceSubject) and isinstance(self.target, PoolNode):
             number = self.subject.sequence_id
             self.target.tokens[number] = self.source.tokens[number]
-        self.target.site.adopt(self.subject, self.selection.offered, room, self.selection.state)
+        self.target.site.adopt(room)
         assert [block.block_id for block in room.blocks] == self.ids
         return self.held
 
     def break_off(self):
         if self.room is not None:
-            was_inserted = self.steps[0] == self.acknowledge
             if self.write_lease is not None:
                 self.write_lease.give_back()
-            (self.target.site.leave if was_inserted else self.target.site.drop)(self.room)
+            self.target.site.leave(self.room)
         if self.is_move:
             self.source.site.thaw(self.subject)
         self.give_lease_back()

@@ -1,4 +1,4 @@
-"""Calls of a `ManagerSite` that a signal handler breaks off: a request is here, on its way, or gone."""
+"""Calls of a `PoolSite` over a manager, broken off: a request is here, on its way, or gone."""
 
 import random
 
@@ -34,10 +34,10 @@ class Arrival:
         self.room = self.site.take_room(SUBJECT, self.selection.offered, self.selection.state)
 
     def insert(self):
-        self.site.insert(SUBJECT, self.selection.offered, self.room, self.selection.state)
+        self.site.insert(self.room)
 
     def adopt(self):
-        self.site.adopt(SUBJECT, self.selection.offered, self.room, self.selection.state)
+        self.site.adopt(self.room)
 
     def leave(self):
         self.site.leave(self.room)
@@ -45,11 +45,10 @@ class Arrival:
     def check(self):
         self.engine.pool.get_new_blocks(0)
         if self.room is not None and not self.room.hold.is_released:
-            self.site.drop(self.room)
+            self.site.leave(self.room)
         invariants.check(self.engine.pool)
         check_references(self.engine.manager)
         assert not self.engine.pool.holds.list_holds()
-        assert not self.site._rooms
 
 
 @pytest.mark.parametrize("call", ["take_room", "insert", "adopt", "leave"])
@@ -80,7 +79,7 @@ class Departure:
         self.site.thaw(LEAVING)
 
     def release(self):
-        self.site.release(LEAVING, self.selection, "there", [])
+        self.site.release(LEAVING, "there")
 
     def begin_anew(self):
         request = self.engine.requests["leaving"]
@@ -112,13 +111,13 @@ class Departure:
     def check_balance(self):
         engine, site = self.engine, self.site
         invariants.check(engine.pool)
-        check_references(engine.manager, site.list_held_blocks())
+        check_references(engine.manager)
         held = {
             block
             for name in engine.manager.list_request_ids()
             for block in engine.manager.get_table(name).blocks
         }
-        held.update(site.list_held_blocks())
+        held.update(engine.pool.holds.count_references())
         assert engine.pool.get_num_free_blocks() + len(held) == 31
         assert len(engine.pool.holds.list_holds()) == len(site.list_frozen())
         assert list(engine.manager.taken_out) == site.list_frozen()

@@ -3,8 +3,9 @@ from migration.made_nodes import Clock, MadeEngine
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import InvalidContentError, LayoutMismatchError, MigrationError, StaleTransferError
+from kv_pool.manager.invariants import check_manager
 from kv_pool.migration import source as source_module
-from kv_pool.migration.invariants import check_manager_site, check_source
+from kv_pool.migration.invariants import check_source
 from kv_pool.migration.messages import (
     Acknowledged,
     AcknowledgeTransfer,
@@ -93,7 +94,7 @@ class Lender:
 
     def check(self):
         check_source(self.transfers)
-        check_manager_site(self.engine.site, self.engine.requests.values())
+        check_manager(self.engine.manager, self.engine.requests.values())
 
     def is_here(self):
         return self.engine.manager.holds_blocks("r")
@@ -218,7 +219,7 @@ def test_only_blocks_that_are_lent_as_they_were_offered_are_served():
 def test_content_that_is_reported_wrong_while_lent_is_not_served(is_move):
     lender = Lender(is_move)
     lender.ask("prepare")
-    lender.engine.site.manager.evict_blocks([2])
+    lender.engine.manager.evict_blocks([2])
     lender.transfers.check_lent(TRANSFER_ID, [1, 3])
     with pytest.raises(InvalidContentError, match="has reported content"):
         lender.transfers.check_lent(TRANSFER_ID, [1, 2])

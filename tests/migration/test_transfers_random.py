@@ -24,6 +24,7 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
+from kv_pool.manager.invariants import check_manager
 from kv_pool.migration import invariants
 from kv_pool.migration.messages import (
     Acknowledged,
@@ -40,7 +41,7 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.source import SourceTransfers, make_epoch
-from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull, PullSettings
 
@@ -225,7 +226,8 @@ class World:
         )
         transfer_id = self.random.randbytes(16)
         hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])
-        pull = Pull(settings, self, transfer_id, subject, is_move, RateLimit(0.0, self.clock), hold_s)
+        record = MigrationRecord(transfer_id, "in", "source", subject, is_move)
+        pull = Pull(settings, self, record, RateLimit(0.0, self.clock), hold_s)
         self.pulls.append(pull)
         return pull
 
@@ -314,7 +316,7 @@ class World:
             is_frozen = request_id in engine.site.list_frozen()
             if not is_frozen and block in engine.manager.get_table(request_id).blocks:
                 engine.finish(request_id)
-        if block in engine.site.list_held_blocks():
+        if block in engine.pool.holds.count_references():
             return
         engine.storage.write_block(block.block_id, self.random.randbytes(engine.storage.block_bytes))
         engine.manager.evict_blocks([block.block_id])
@@ -367,7 +369,7 @@ class World:
             pull = self.make_pull(subject, is_move)
             try:
                 pull.run()
-                while pull.phase is MigrationPhase.IN_DOUBT and self.random.random() < 0.7:
+                while pull.status.phase is MigrationPhase.IN_DOUBT and self.random.random() < 0.7:
                     self.disturb()
                     pull.resolve()
             except Killed:
@@ -381,11 +383,15 @@ class World:
 
     def check_outcome(self, pull):
         """A move is done only if its source has said so, or is not the one any more that lent the blocks."""
-        self.outcomes[pull.is_move, pull.phase] += 1
-        if pull.phase is MigrationPhase.DONE and pull.is_move and pull._offer.epoch == self.source.epoch:
+        self.outcomes[pull.is_move, pull.status.phase] += 1
+        if (
+            pull.status.phase is MigrationPhase.DONE
+            and pull.is_move
+            and pull._offer.epoch == self.source.epoch
+        ):
             assert self.source.model[pull.transfer_id] == "acknowledged"
-        if pull.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
-            assert pull.error is not None
+        if pull.status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
+            assert pull.record.error is not None
             assert pull.room is None
 
     def check(self):
@@ -395,7 +401,7 @@ class World:
             (self.target, self.pulls, None),
         ):
             pool_invariants.check(engine.pool)
-            invariants.check_manager_site(engine.site, engine.requests.values())
+            check_manager(engine.manager, engine.requests.values())
             for request_id in engine.requests:
                 if request_id not in engine.site.list_frozen():
                     engine.check_bytes(request_id)
@@ -405,7 +411,7 @@ class World:
             else:
                 unsettled = [lease for lease, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
-                invariants.check_references(engine.site, pulls)
+                invariants.check_rooms(pulls)
 
     def finish(self):
         """The network is good, time passes, and what is under way comes to its end."""
@@ -414,7 +420,7 @@ class World:
             self.deliver_late(self.random.randrange(len(self.late)))
         for pull in self.pulls:
             pull.resolve()
-            assert pull.phase.is_ended, pull.phase
+            assert pull.status.phase.is_ended, pull.status.phase
         self.clock.now += 2 * LEASE_S
         self.source.transfers.expire()
         self.target.site.leases.expire()
@@ -425,7 +431,7 @@ class World:
         source, target = self.source.engine, self.target
         for engine in (source, target):
             assert engine.site.leases.list_leases() == []
-            assert engine.site.list_held_blocks() == []
+            assert engine.pool.holds.list_holds() == []
         both = source.requests.keys() & target.requests.keys()
         copied = {
             pull.subject.sequence_id

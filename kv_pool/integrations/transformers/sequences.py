@@ -20,7 +20,9 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.positions import list_slots
 from kv_pool.manager.requests.request import Request
 from kv_pool.manager.requests.request_state import dump_request, load_request
-from kv_pool.migration.manager_site import ManagerSite
+from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.tiers.read_back import TierReadBack
 from kv_pool.tiers.tiered_cache import TieredCache
@@ -208,7 +210,7 @@ class PagedSequences:
         hasher: BlockHasher,
         requests: MutableMapping[str, Request],
         lock: AbstractContextManager[object] | None = None,
-    ) -> ManagerSite:
+    ) -> PoolSite:
         """This pool for a `Migrator`: requests and prefixes come from other processes, and go there.
 
         Args:
@@ -220,24 +222,8 @@ class PagedSequences:
 
         Do not run a request of the site's `list_frozen()`: it is on its way.
         """
-
-        def describe(request_id: str) -> bytes:
-            if request_id not in requests:
-                raise UnknownSequenceError(f"request {request_id!r} is not among those that may be asked for")
-            return dump_request(requests[request_id])
-
-        def adopt(request_id: str, state: bytes) -> None:
-            requests[request_id] = load_request(state, hasher)
-
-        return ManagerSite(
-            self.manager,
-            self.storage,
-            hasher=hasher,
-            lock=lock,
-            describe_request=describe,
-            adopt_request=adopt,
-            release_request=lambda request_id, target: requests.pop(request_id, None),
-        )
+        sequences = ManagerSequences(self.manager, self.storage, lock)
+        return PoolSite(sequences, hasher=hasher, owner=_RequestOwner(requests, hasher))
 
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
@@ -339,3 +325,22 @@ def pad_slots(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
         place[: len(row)] = row
         place[len(row) :] = row[0]
     return padded
+
+
+class _RequestOwner(SequenceOwner[str]):
+    """The requests that migrate, by id."""
+
+    def __init__(self, requests: MutableMapping[str, Request], hasher: BlockHasher) -> None:
+        self._requests = requests
+        self._hasher = hasher
+
+    def describe(self, sequence_id: str, /) -> bytes:
+        if sequence_id not in self._requests:
+            raise UnknownSequenceError(f"request {sequence_id!r} is not among those that may be asked for")
+        return dump_request(self._requests[sequence_id])
+
+    def take_over(self, sequence_id: str, state: bytes, /) -> None:
+        self._requests[sequence_id] = load_request(state, self._hasher)
+
+    def give_up(self, sequence_id: str, target: str, /) -> None:
+        self._requests.pop(sequence_id, None)

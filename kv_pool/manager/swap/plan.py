@@ -3,7 +3,6 @@
                 commit                       open                   abort
     OUT   request is swapped out   device blocks -> host   request holds its device blocks again
     IN    request holds blocks     host blocks -> device   request is swapped out, as before
-    HIT   request holds blocks     host blocks -> device   request has no blocks: look up again
 
 While a plan is open the manager does not know the request: freeing, forking or caching it there raises
 InvalidArgumentError, and so does allocating for it once tokens were computed. The plan references its sources
@@ -12,33 +11,30 @@ and targets and holds them in place, so they are neither reused nor moved to oth
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.extra_keys import check_announceable
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, KVPoolError, PlanClosedError
-from kv_pool.ids import BlockHashWithGroupId, BlockMove
+from kv_pool.errors import InvalidArgumentError, KVPoolError, PlanClosedError
+from kv_pool.ids import BlockMove
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.allocated_tables import AllocatedTables
 from kv_pool.manager.swap.match import Match, count_skipped_blocks, find_key
 from kv_pool.manager.swap.open_plans import OpenPlans, PlanState, TwoPhasePlan
 from kv_pool.manager.swap.sides import SwapSide, list_tail_first
 
 if TYPE_CHECKING:
-    from kv_pool.manager.kv_cache_manager import KVCacheManager
+    pass
 
 
 class SwapDirection(Enum):
-    """OUT: device to host. IN: back. HIT: a prefix from the host for a request that has no blocks yet."""
+    """OUT: device to host. IN: back."""
 
     OUT = "out"
     IN = "in"
-    HIT = "hit"
 
 
 class SwapPlan(TwoPhasePlan):
@@ -56,23 +52,42 @@ class SwapPlan(TwoPhasePlan):
         num_shared_blocks: blocks that are on the other side already and need no move.
         num_computed_tokens: tokens whose KV the request has after a commit.
         state: open, committed or aborted.
-    """
 
-    direction: ClassVar[SwapDirection]
+    Args:
+        tables: the source side's, to be taken out of its books.
+        match: which blocks the target side has already.
+    """
 
     def __init__(
         self,
+        direction: SwapDirection,
         request: SchedulableRequest,
         num_computed_tokens: int,
-        num_shared_blocks: int,
+        groups: Sequence[BlockGroup],
+        source: SwapSide,
+        target: SwapSide,
+        tables: list[BlockTable],
+        match: Match,
         open_plans: OpenPlans[SwapPlan],
     ) -> None:
         super().__init__(request, num_computed_tokens)
+        self.direction = direction
         self.moves: list[BlockMove] = []
-        self.num_shared_blocks = num_shared_blocks
+        self.num_shared_blocks = match.num_shared
         self._open_plans = open_plans
-        way = self.direction._value_  # what `value` calls two functions for
+        way = direction._value_  # what `value` calls two functions for
         self._reason = f"in an open plan to swap request {self.request_id!r} {way}"
+        self._groups = groups
+        self._source = source
+        self._target = target
+        self._planned = tables
+        self._match = match
+        # What the plan has: references on the target side, the tables, references of the source side.
+        self._taken: list[KVCacheBlock] = []
+        self._tables: list[BlockTable] = []
+        self._sources = [table.blocks for table in tables]
+        # For each group the blocks that take the sources' places, the null block where nothing is kept.
+        self._targets: list[list[KVCacheBlock]] = []
 
     def commit(self) -> None:
         """The copies are done: the request is where the plan wanted it.
@@ -83,8 +98,7 @@ class SwapPlan(TwoPhasePlan):
             PlanClosedError: committed or aborted before.
             InvalidArgumentError, InvalidTypeError: the request was given blocks in the meantime, or lacks
                 what an event needs.
-            InvalidBlockError: a block of the prefix that was hit has lost its hash since, as wrong ones do:
-                abort, and look up again. In all cases nothing has changed.
+                In both cases nothing has changed.
         """
         self._check_open()
         self._check_commit()
@@ -117,17 +131,6 @@ class SwapPlan(TwoPhasePlan):
                 self.abort()
             raise
 
-    @abstractmethod
-    def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
-        """The blocks of this side that the plan holds a reference to, each as often as it does."""
-
-    @abstractmethod
-    def _check_commit(self) -> None:
-        """Raise what `commit` says."""
-
-    def _check_abort(self) -> None:
-        """Raise what `abort` says."""
-
     def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
         """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
         side.pool.holds.open_onto(blocks, self._reason, self._holds)
@@ -145,39 +148,6 @@ class SwapPlan(TwoPhasePlan):
             f"{type(self).__name__}({self.request_id!r}, {self.direction.value}, {self.state.value}, "
             f"{len(self.moves)} moves, {self.num_shared_blocks} shared)"
         )
-
-
-class TablePlan(SwapPlan):
-    """A request's tables change sides.
-
-    Args:
-        tables: the source side's, to be taken out of its books.
-        match: which blocks the target side has already.
-    """
-
-    def __init__(
-        self,
-        request: SchedulableRequest,
-        num_computed_tokens: int,
-        groups: Sequence[BlockGroup],
-        source: SwapSide,
-        target: SwapSide,
-        tables: list[BlockTable],
-        match: Match,
-        open_plans: OpenPlans[SwapPlan],
-    ) -> None:
-        super().__init__(request, num_computed_tokens, match.num_shared, open_plans)
-        self._groups = groups
-        self._source = source
-        self._target = target
-        self._planned = tables
-        self._match = match
-        # What the plan has: references on the target side, the tables, references of the source side.
-        self._taken: list[KVCacheBlock] = []
-        self._tables: list[BlockTable] = []
-        self._sources = [table.blocks for table in tables]
-        # For each group the blocks that take the sources' places, the null block where nothing is kept.
-        self._targets: list[list[KVCacheBlock]] = []
 
     def open(self) -> bool:
         # Found ones first: until they are touched, they may be among the blocks that are taken.
@@ -283,96 +253,3 @@ class TablePlan(SwapPlan):
         if block.is_null or block.block_hash is not None:
             return False
         return find_key(self._request, group, table, position, self.num_computed_tokens) is not None
-
-
-class SwapOutPlan(TablePlan):
-    """From the device to the host."""
-
-    direction = SwapDirection.OUT
-
-
-class SwapInPlan(TablePlan):
-    """From the host to the device."""
-
-    direction = SwapDirection.IN
-
-
-class HostHitPlan(SwapPlan):
-    """A prefix that the host has, into blocks that the manager allocates for it.
-
-    Args:
-        hits: for each group the host blocks to be copied, by table position.
-        allocate: see `AllocatedTables`.
-    """
-
-    direction = SwapDirection.HIT
-
-    def __init__(
-        self,
-        request: SchedulableRequest,
-        num_computed_tokens: int,
-        manager: KVCacheManager,
-        device: SwapSide,
-        host: SwapSide,
-        hits: Sequence[Mapping[int, KVCacheBlock]],
-        allocate: Callable[[], object],
-        open_plans: OpenPlans[SwapPlan],
-    ) -> None:
-        super().__init__(request, num_computed_tokens, 0, open_plans)
-        self._manager = manager
-        self._device = device
-        self._host = host
-        self._rows = hits
-        self._allocated = AllocatedTables(request, num_computed_tokens, manager, allocate)
-        self._sources: list[KVCacheBlock] = []  # with a reference of this plan
-        self._hits: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
-
-    def open(self) -> bool:
-        if not self._allocated.open():
-            return False
-        self._device.pool.store_pending()
-        tables = self._allocated.tables
-        pairs = [
-            (block, table.blocks[position])
-            for table, row in zip(tables, self._rows, strict=True)
-            for position, block in row.items()
-            if not table.blocks[position].is_null
-        ]
-        self._host.touch_onto([source for source, _ in reversed(pairs)], self._sources)
-        self.moves = [BlockMove(source.block_id, target.block_id) for source, target in pairs]
-        # By what blocks of the device's prefix, and of the host, were hit: one that is found wrong loses it.
-        self._hits = [
-            (block, block.block_hash)
-            for block in (*(block for table in tables for block in table.blocks), *self._sources)
-            if block.block_hash is not None
-        ]
-        self._hold_blocks(self._device, [block for table in tables for block in table.blocks])
-        self._hold_blocks(self._host, list(self._sources))
-        return True
-
-    def list_blocks(self, side: SwapSide) -> list[KVCacheBlock]:
-        held: list[KVCacheBlock] = []
-        if side is self._device:
-            held += self._allocated.list_blocks()
-        if side is self._host:
-            held += self._sources
-        return held
-
-    def _check_commit(self) -> None:
-        if any(block.block_hash != key for block, key in self._hits):
-            raise InvalidBlockError(
-                f"a block that request {self.request_id!r} was to begin with has been found wrong meanwhile; "
-                "abort the plan and look up again"
-            )
-        if self._device.pool.enable_kv_cache_events:
-            check_announceable(self._request)
-        if self._manager.holds_blocks(self.request_id):
-            raise InvalidArgumentError(f"request {self.request_id!r} has blocks already; free them first")
-
-    def _commit(self) -> None:
-        self._allocated.commit()
-        self._host.free_out_of(self._sources)
-
-    def _abort(self) -> None:
-        self._allocated.abort()
-        self._host.free_out_of(self._sources)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.swap.host_prefix import HostPrefixes
 from kv_pool.manager.swap.match import Match, match_tables
 from kv_pool.manager.swap.open_plans import OpenPlans
-from kv_pool.manager.swap.plan import HostHitPlan, SwapInPlan, SwapOutPlan, SwapPlan
+from kv_pool.manager.swap.plan import SwapDirection, SwapPlan
 from kv_pool.manager.swap.sides import DeviceSide, HostSide, SwapSide
 
 
@@ -40,7 +35,7 @@ class BlockSwapper:
         >>> manager.holds_blocks("a"), swapper.is_swapped_out("a")
         (False, True)
         >>> swapper.swap_in(request)                        # two of three are still on the device
-        SwapInPlan('a', in, open, 1 moves, 2 shared)
+        SwapPlan('a', in, open, 1 moves, 2 shared)
 
     Args:
         manager: whose requests are swapped.
@@ -73,7 +68,6 @@ class BlockSwapper:
             make_group(spec, host_pool, group_id, manager.alignment)
             for group_id, spec in enumerate(manager.groups)
         ]
-        self._prefixes = HostPrefixes(host_pool, self._groups, manager.alignment)
         self._open_plans: OpenPlans[SwapPlan] = OpenPlans()
         # What an interrupted call leaves for `_recover`: a dropped request, and whether there was a reset.
         self._dropped: tuple[str, list[list[KVCacheBlock]]] | None = None
@@ -149,22 +143,6 @@ class BlockSwapper:
         num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
         return self._judge(self._device, match, num_more, self._count_to_leave())
 
-    def find_host_prefix(
-        self,
-        request: SchedulableRequest,
-        num_device_tokens: int = 0,
-        max_num_tokens: int | None = None,
-    ) -> int:
-        """How many tokens right after those found on the device the host has. Changes nothing.
-
-        Args:
-            num_device_tokens: `get_computed_blocks(request).num_tokens`.
-            max_num_tokens: of both together; by default all tokens of the request but the last.
-        """
-        self._check_device_tokens(num_device_tokens)
-        limit = request.num_tokens - 1 if max_num_tokens is None else max_num_tokens
-        return self._prefixes.count_tokens(request, num_device_tokens, limit)
-
     # ---- plans -----------------------------------------------------------------------------------
 
     def swap_out(self, request: SchedulableRequest) -> SwapPlan | None:
@@ -186,8 +164,16 @@ class BlockSwapper:
         match = match_tables(request, self._groups, tables, num_computed, self._host)
         if self._judge(self._host, match, 0, 0) is not AllocStatus.OK:
             return None
-        plan = SwapOutPlan(
-            request, num_computed, self._groups, self._device, self._host, tables, match, self._open_plans
+        plan = SwapPlan(
+            SwapDirection.OUT,
+            request,
+            num_computed,
+            self._groups,
+            self._device,
+            self._host,
+            tables,
+            match,
+            self._open_plans,
         )
         return plan if self._open_plans.open(plan) else None
 
@@ -218,74 +204,16 @@ class BlockSwapper:
         num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
         if self._judge(self._device, match, num_more, self._count_to_leave()) is not AllocStatus.OK:
             return None
-        plan = SwapInPlan(
-            request, num_computed, self._groups, self._host, self._device, tables, match, self._open_plans
-        )
-        return plan if self._open_plans.open(plan) else None
-
-    def plan_host_hit(
-        self,
-        request: SchedulableRequest,
-        num_host_tokens: int,
-        cached_prefix: CachedPrefix | None = None,
-        *,
-        num_new_tokens: int = 0,
-        **options: Any,
-    ) -> SwapPlan | None:
-        """Plan to start a request with a prefix that the host has, after the one that the device has.
-
-            |<- cached_prefix ->|<- num_host_tokens ->|<- num_new_tokens ->|
-            |   touched         |   copied here       |   to be computed   |
-
-        Args:
-            num_host_tokens: what `find_host_prefix` answered, or less; a multiple of `manager.alignment`.
-            cached_prefix: what `get_computed_blocks` found.
-            num_new_tokens: slots for tokens to be computed next; more can be allocated after the commit.
-            options: for `allocate_slots`, such as `num_lookahead_tokens`.
-        Returns:
-            The plan; None if `allocate_slots` finds no room, with nothing changed. After its commit
-            `request.num_computed_tokens` is to be set to `plan.num_computed_tokens`, and the prefix is
-            findable on the device; after an abort the request has no blocks.
-        Raises:
-            InvalidArgumentError: nothing or too much asked for, or a request that is elsewhere already.
-            InvalidBlockError: the host has not that much any more: ask again. In all cases nothing has
-                changed.
-        """
-        request_id = request.request_id
-        self._check_elsewhere(request_id)
-        num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
-        end = num_device_tokens + num_host_tokens
-        self._check_device_tokens(num_device_tokens)
-        if num_host_tokens < 1 or num_host_tokens % self.manager.alignment or end > request.num_tokens:
-            raise InvalidArgumentError(
-                f"num_host_tokens is {num_host_tokens} for request {request_id!r}; it is a multiple of "
-                f"{self.manager.alignment}, and with the {num_device_tokens} tokens on the device no more "
-                f"than the request's {request.num_tokens}"
-            )
-        if self.manager.holds_blocks(request_id):
-            raise InvalidArgumentError(f"request {request_id!r} has blocks already; a prefix goes in front")
-        prefix_blocks = () if cached_prefix is None else cached_prefix.blocks
-        for blocks in prefix_blocks:
-            self.manager.copies.check_made(request_id, blocks)
-        hits = None
-        if end <= len(request.block_hashes) * self.host_pool.hash_block_size:
-            hits = self._prefixes.find_blocks(request, num_device_tokens, end)
-        if hits is None:
-            raise InvalidBlockError(
-                f"the host has not all of tokens {num_device_tokens} to {end} of request {request_id!r} (any "
-                "more); call find_host_prefix() again"
-            )
-        allocate = partial(
-            self.manager.allocate_slots,
+        plan = SwapPlan(
+            SwapDirection.IN,
             request,
-            num_new_tokens,
-            cached_prefix,
-            num_external_computed_tokens=num_host_tokens,
-            delay_cache_blocks=True,
-            **options,
-        )
-        plan = HostHitPlan(
-            request, end, self.manager, self._device, self._host, hits, allocate, self._open_plans
+            num_computed,
+            self._groups,
+            self._host,
+            self._device,
+            tables,
+            match,
+            self._open_plans,
         )
         return plan if self._open_plans.open(plan) else None
 
@@ -432,13 +360,6 @@ class BlockSwapper:
             raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
         if self._host.holds(request_id):
             raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
-
-    def _check_device_tokens(self, num_device_tokens: int) -> None:
-        if num_device_tokens < 0 or num_device_tokens % self.manager.alignment:
-            raise InvalidArgumentError(
-                f"num_device_tokens is {num_device_tokens}; it is a multiple of {self.manager.alignment}, as "
-                "get_computed_blocks() finds it"
-            )
 
     def _tables_of(self, request_id: str) -> list[BlockTable]:
         self._recover()

@@ -15,7 +15,7 @@ from manager.swap.test_swapper import FULL_AND_WINDOW
 from manager.swap_engine import SwapEngine
 
 from kv_pool import RetentionDirective
-from kv_pool.manager.invariants import check_retention
+from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.swap import invariants as swap_invariants
 
 SHAPES = {
@@ -49,7 +49,6 @@ class Swapping:
             if name == "gone":
                 self.swapper.drop(self.requests.pop(name))
                 assert engine.manager.reset_prefix_cache()
-        self.requests["hit"] = engine.make_request("hit", [*range(40, 56), 1, 2, 3])
         self.plan = None
         if before is not None:
             self.plan = before(self)
@@ -62,9 +61,6 @@ class Swapping:
 
     def swap_in(self):
         return self.swapper.swap_in(self.requests["swapped"])
-
-    def start(self):
-        return self.engine.start_with_host(self.requests["hit"])[0]
 
     def apply(self):
         plan = self.swap_out()
@@ -123,7 +119,7 @@ class Swapping:
             elif self.swapper.is_swapped_out(name):
                 engine.check_on_host(request)
             else:
-                assert name in ("hit", "swapped"), f"{name} is nowhere"
+                assert name == "swapped", f"{name} is nowhere"
         engine.check_cached()
 
     def go_on(self):
@@ -147,24 +143,14 @@ def make_plan_in(swapping):
     return swapping.swap_in()
 
 
-def make_plan_hit(swapping):
-    plan = swapping.start()
-    # What a scheduler sets after the commit; here the interrupted call is the commit.
-    swapping.requests["hit"].num_computed_tokens = plan.num_computed_tokens
-    return plan
-
-
 CALLS = {
     "swap_out": (None, Swapping.swap_out),
     "swap_in": (None, Swapping.swap_in),
-    "plan_host_hit": (None, Swapping.start),
     "apply": (None, Swapping.apply),
     "commit out": (make_plan_out, Swapping.commit),
     "commit in": (make_plan_in, Swapping.commit),
-    "commit hit": (make_plan_hit, Swapping.commit),
     "abort out": (make_plan_out, Swapping.abort),
     "abort in": (make_plan_in, Swapping.abort),
-    "abort hit": (make_plan_hit, Swapping.abort),
     "drop": (None, Swapping.drop),
 }
 
@@ -223,8 +209,7 @@ class Signals:
             swapper.reset_prefix_cache()
         else:
             request.num_computed_tokens = 0
-            if self.engine.start_with_host(request)[0] is None:
-                manager.allocate_slots(request, 9, manager.get_computed_blocks(request))
+            manager.allocate_slots(request, 9, manager.get_computed_blocks(request))
         manager.take_events()
 
     def check(self):

@@ -47,7 +47,7 @@ class Life:
         self.families = [self.make_tokens(self.random.randint(8, 24)) for _ in range(6)]
         self.requests = {}  # by name; where each is, is in the books of manager and swapper
         self.num_made = 0
-        self.counts = dict.fromkeys(("out", "in", "hit", "failed", "shared", "later", "never", "fork"), 0)
+        self.counts = dict.fromkeys(("out", "in", "failed", "shared", "later", "never", "fork"), 0)
 
     @property
     def swapper(self):
@@ -96,11 +96,6 @@ class Life:
             return
         request = self.random.choice(waiting)
         request.num_computed_tokens = 0
-        if self.random.random() < 0.9:
-            plan, _ = self.engine.start_with_host(request)
-            if plan is not None:
-                self.go_on(plan)
-                return
         num_tokens = request.num_tokens if self.random.random() < 0.5 else None
         prefix = self.engine.manager.get_computed_blocks(request)
         num_left = request.num_tokens - prefix.num_tokens
@@ -178,8 +173,6 @@ class Life:
         else:
             self.counts[plan.direction.value] += 1
             self.engine.run(plan)
-            if plan.direction.value == "hit":
-                self.requests[plan.request_id].num_computed_tokens = plan.num_computed_tokens
         with pytest.raises(PlanClosedError):
             self.random.choice([plan.commit, plan.abort])()
 
@@ -228,8 +221,6 @@ class Life:
             calls += [self.swapper.swap_out, self.swapper.can_swap_out, self.engine.manager.free]
         if not self.swapper.is_swapped_out(name):
             calls += [self.swapper.swap_in, self.swapper.can_swap_in, self.swapper.drop]
-        if request not in self.waiting():
-            calls += [lambda request: self.swapper.plan_host_hit(request, self.engine.manager.alignment)]
         call = self.random.choice(calls)
         before = picture(self.engine)
         with pytest.raises(InvalidArgumentError):

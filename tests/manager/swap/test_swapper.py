@@ -12,7 +12,6 @@ from kv_pool import (
     BlockSwapper,
     CopyFailedError,
     InvalidArgumentError,
-    InvalidBlockError,
     InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
@@ -334,136 +333,6 @@ def test_a_dropped_request_leaves_its_prefix_on_the_host():
 # ---- prefixes from the host ----------------------------------------------------------------------
 
 
-def forgotten_on_device(engine, tokens):
-    """A prefix that only the host has."""
-    engine.swapper.drop(swapped(engine, "first", tokens))
-    assert engine.manager.reset_prefix_cache()
-
-
-def test_another_request_gets_a_swapped_prefix():
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(20))
-    request = engine.make_request("b", [*range(14), 70, 71])
-    assert engine.manager.get_computed_blocks(request).num_tokens == 0
-    assert engine.swapper.find_host_prefix(request) == 12
-    plan, _ = engine.start_with_host(request)
-    assert [source for source, _ in moves(plan)] == [1, 2, 3]
-    assert (plan.num_computed_tokens, plan.num_shared_blocks) == (12, 0)
-    assert state(engine.swapper.host_pool) == "free: 6 7 8 5* 4* | in use: 1* 2* 3*"
-    swap_invariants.check(engine.swapper)
-    engine.run(plan)
-    request.num_computed_tokens = plan.num_computed_tokens
-    engine.check(request)
-    engine.check_cached()
-    assert engine.manager.get_table("b").num_cached_blocks == 3
-    assert state(engine.swapper.host_pool) == "free: 6 7 8 5* 4* 3* 2* 1*"
-    third = engine.make_request("c", range(14))
-    assert engine.manager.get_computed_blocks(third).num_tokens == 12
-    assert engine.grow(request, 4)
-
-
-def test_the_host_adds_to_what_the_device_has():
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(16))
-    engine.manager.free(started(engine, "b", range(9)))
-    request = engine.make_request("c", range(20))
-    prefix = engine.manager.get_computed_blocks(request)
-    assert prefix.num_tokens == 8
-    assert engine.swapper.find_host_prefix(request, 8) == 8
-    assert engine.swapper.find_host_prefix(request, 8, max_num_tokens=15) == 4
-    plan = engine.swapper.plan_host_hit(request, 8, prefix, num_new_tokens=4)
-    assert [source for source, _ in moves(plan)] == [3, 4]
-    engine.run(plan)
-    request.num_computed_tokens = 16
-    engine.check(request)
-    assert engine.grow(request, 4)
-    swap_invariants.check(engine.swapper)
-
-
-@pytest.mark.parametrize("side", ["device", "host"])
-def test_a_prefix_that_is_found_wrong_while_it_is_copied_is_not_used(side):
-    """What a plan has hit is not among the manager's tables, so a report of bad blocks names no request."""
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(16))
-    engine.manager.free(started(engine, "b", range(9)))
-    request = engine.make_request("c", range(20))
-    prefix = engine.manager.get_computed_blocks(request)
-    plan = engine.swapper.plan_host_hit(request, 8, prefix, num_new_tokens=4)
-    if side == "device":
-        engine.manager.report_invalid_blocks([prefix.blocks[0][1].block_id])
-    else:
-        engine.swapper.host_pool.evict_blocks([plan.moves[0].source])
-    with pytest.raises(InvalidBlockError, match="found wrong"):
-        plan.commit()
-    assert plan in engine.swapper.list_open_plans()
-    plan.abort()
-    assert engine.manager.get_computed_blocks(request).num_tokens == (4 if side == "device" else 8)
-    assert engine.manager.get_num_free_blocks() == 8
-    swap_invariants.check(engine.swapper)
-
-
-def test_all_tokens_but_the_last_are_looked_for():
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(8))
-    assert engine.swapper.find_host_prefix(engine.make_request("b", range(8))) == 4
-    assert engine.swapper.find_host_prefix(engine.make_request("b", range(8)), max_num_tokens=8) == 8
-    assert engine.swapper.find_host_prefix(engine.make_request("b", range(1, 9))) == 0
-
-
-def test_a_prefix_that_did_not_arrive_leaves_the_request_without_blocks():
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(16))
-    engine.manager.free(started(engine, "b", range(5)))
-    request = engine.make_request("c", range(20))
-    before = picture(engine)
-    for num_done in range(3):
-        plan, _ = engine.start_with_host(request)
-        with pytest.raises(CopyFailedError):
-            engine.fail(plan, num_done)
-        assert picture(engine)[2:] == before[2:]
-        engine.check_cached()
-        assert engine.manager.get_num_free_blocks() == 8
-        assert engine.swapper.find_host_prefix(request, 4) == 12
-    assert engine.start(request) == 4
-
-
-def test_a_host_block_that_a_plan_reads_is_not_reused():
-    engine = SwapEngine(8, 4)
-    forgotten_on_device(engine, range(8))
-    plan, _ = engine.start_with_host(engine.make_request("b", range(9)))
-    other = started(engine, "c", range(50, 59))
-    assert state(engine.swapper.host_pool) == "free: 3 4 | in use: 1* 2*"
-    assert engine.swapper.can_swap_out(other) is AllocStatus.LATER
-    engine.run(plan)
-    assert engine.swapper.can_swap_out(other) is AllocStatus.OK
-
-
-def test_a_prefix_that_does_not_fit_changes_nothing():
-    engine = SwapEngine(4, 8)
-    engine.swapper.drop(swapped(engine, "a", range(16)))
-    started(engine, "b", range(50, 60))
-    request = engine.make_request("c", range(17))
-    before = picture(engine)
-    assert engine.start_with_host(request)[0] is None
-    assert picture(engine) == before
-
-
-def test_a_prefix_that_is_not_there_any_more_is_refused():
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(8))
-    request = engine.make_request("b", range(12))
-    engine.swapper.host_pool.evict_blocks([2])
-    before = picture(engine)
-    with pytest.raises(InvalidBlockError, match="call find_host_prefix"):
-        engine.swapper.plan_host_hit(request, 8)
-    for num_tokens in (0, -4, 3, 16):
-        with pytest.raises(InvalidArgumentError, match="num_host_tokens"):
-            engine.swapper.plan_host_hit(request, num_tokens)
-    with pytest.raises(InvalidArgumentError, match="num_device_tokens"):
-        engine.swapper.find_host_prefix(request, 3)
-    assert picture(engine) == before
-
-
 # ---- several groups ------------------------------------------------------------------------------
 
 
@@ -486,26 +355,6 @@ def test_a_window_takes_no_more_to_the_host_than_its_next_token_needs():
     assert engine.grow(request, 7)
     swap_invariants.check(engine.swapper)
     engine.manager.free(request)
-
-
-def test_a_swapped_prefix_of_several_groups_is_as_long_as_all_have_it():
-    engine = SwapEngine(12, 12, FULL_AND_WINDOW)
-    forgotten_on_device(engine, range(18))
-    request = engine.make_request("b", range(30))
-    # The window has blocks for 16 tokens, and none for less.
-    assert engine.swapper.find_host_prefix(request) == 0
-    longer = SwapEngine(12, 12, FULL_AND_WINDOW)
-    forgotten_on_device(longer, range(16))
-    request = longer.make_request("b", range(20))
-    assert longer.swapper.find_host_prefix(request) == 16
-    assert longer.swapper.find_host_prefix(request, max_num_tokens=15) == 0
-    plan, _ = longer.start_with_host(request)
-    assert [source for source, _ in moves(plan)] == [1, 2, 3, 4, 5, 6]
-    longer.run(plan)
-    request.num_computed_tokens = 16
-    longer.check(request)
-    longer.check_cached()
-    assert longer.grow(request, 4)
 
 
 @pytest.mark.parametrize(
@@ -676,19 +525,14 @@ def test_a_plan_is_closed_once():
     assert picture(engine)[1:] == before[1:]
 
 
-@pytest.mark.parametrize("direction", ["out", "in", "hit"])
+@pytest.mark.parametrize("direction", ["out", "in"])
 def test_in_the_middle_of_a_plan_the_request_is_refused_everywhere_else(direction):
     engine = SwapEngine()
-    if direction == "hit":
-        forgotten_on_device(engine, range(8))
-        request = engine.make_request("a", range(10))
-        plan, _ = engine.start_with_host(request)
-    else:
-        request = started(engine, "a", range(10))
-        plan = engine.swapper.swap_out(request)
-        if direction == "in":
-            engine.run(plan)
-            plan = engine.swapper.swap_in(request)
+    request = started(engine, "a", range(10))
+    plan = engine.swapper.swap_out(request)
+    if direction == "in":
+        engine.run(plan)
+        plan = engine.swapper.swap_in(request)
     child = engine.make_request("child", range(10))
     child.num_computed_tokens = request.num_computed_tokens
     before = picture(engine)
@@ -703,10 +547,8 @@ def test_in_the_middle_of_a_plan_the_request_is_refused_everywhere_else(directio
         lambda: swapper.swap_in(request),
         lambda: swapper.can_swap_in(request),
         lambda: swapper.drop(request),
-        lambda: swapper.plan_host_hit(request, 4),
+        lambda: manager.allocate_slots(request, 1),
     ]
-    if direction != "hit":
-        calls.append(lambda: manager.allocate_slots(request, 1))
     for call in calls:
         with pytest.raises(InvalidArgumentError):
             call()
@@ -716,30 +558,12 @@ def test_in_the_middle_of_a_plan_the_request_is_refused_everywhere_else(directio
     assert picture(engine)[4] == []
 
 
-def test_a_request_that_was_given_blocks_in_the_middle_of_its_plan_has_to_free_them_first():
-    engine = SwapEngine()
-    forgotten_on_device(engine, range(8))
-    request = engine.make_request("a", range(10))
-    plan, _ = engine.start_with_host(request)
-    engine.manager.allocate_slots(request, 10)
-    before = picture(engine)
-    with pytest.raises(InvalidArgumentError, match="blocks already"):
-        plan.commit()
-    assert picture(engine) == before
-    engine.manager.free(request)
-    engine.run(plan)
-    request.num_computed_tokens = 8
-    engine.check(request)
-
-
 def test_a_running_request_does_not_swap_in_nor_a_swapped_one_out():
     engine = SwapEngine()
     request = started(engine, "a", range(10))
     before = picture(engine)
     with pytest.raises(InvalidArgumentError, match="not swapped out"):
         engine.swapper.swap_in(request)
-    with pytest.raises(InvalidArgumentError, match="has blocks already"):
-        engine.swapper.plan_host_hit(request, 4)
     with pytest.raises(InvalidArgumentError, match="no blocks"):
         engine.swapper.swap_out(engine.make_request("b", range(10)))
     assert picture(engine) == before
@@ -777,13 +601,11 @@ def test_no_prefix_is_forgotten_while_somebody_holds_blocks_on_either_side():
     assert picture(engine) == before
     engine.swapper.drop(request)
     assert engine.swapper.reset_prefix_cache()
-    assert engine.swapper.find_host_prefix(request) == 0
 
 
 def test_without_caching_everything_is_copied_both_ways():
     engine = SwapEngine(caching=False)
     request = swapped(engine, "a", range(10))
-    assert engine.swapper.find_host_prefix(request) == 0
     plan = engine.swapper.swap_in(request)
     assert len(plan.moves) == 3
     engine.run(plan)
@@ -791,7 +613,7 @@ def test_without_caching_everything_is_copied_both_ways():
 
 
 @pytest.mark.parametrize("ends", ["commit", "abort"])
-@pytest.mark.parametrize("direction", ["out", "in", "hit"])
+@pytest.mark.parametrize("direction", ["out", "in"])
 def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
     """The ids in its moves were those of other blocks by the time that the copies were made."""
     pool, host_pool = RunBlockPool(12, True, 4), RunBlockPool(12, True, 4, medium="CPU")
@@ -806,11 +628,6 @@ def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
         plan.commit()
         pool.evict_blocks(range(1, 12))
         plan = swapper.swap_in(request)
-    if direction == "hit":
-        plan.abort()
-        swapper.drop(request)
-        request.num_computed_tokens = 0
-        plan = swapper.plan_host_hit(request, 8)
     pool.free_blocks(in_front)
     host_pool.free_blocks(on_host)
     moves = list(plan.moves)

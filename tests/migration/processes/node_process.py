@@ -7,8 +7,8 @@ from migration.made_nodes import MadeEngine
 
 from kv_pool import KVPoolError
 from kv_pool.core import invariants
+from kv_pool.manager.invariants import check_manager
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.invariants import check_manager_site
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
@@ -167,9 +167,8 @@ class NodeProcess:
         engine = self.engine
         with engine.lock:
             invariants.check(engine.pool)
-            check_manager_site(engine.site, engine.requests.values(), list(self.patterns))
+            check_manager(engine.manager, engine.requests.values(), list(self.patterns))
             assert engine.site.leases.list_leases() == [], engine.site.leases.list_leases()
-            assert engine.site.list_held_blocks() == []
             assert engine.site.list_frozen() == []
             assert set(engine.manager.list_request_ids()) == set(engine.requests)
             held = {

@@ -1,63 +1,47 @@
-"""`HostPrefixes`: which prefixes of requests another pool has, beyond what the device has."""
+"""`TierPrefixes`: which prefixes of requests the tiers have, beyond what the device has."""
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
 
-from kv_pool.ids import BlockHash
+from kv_pool.core.block_keys import group_suffix
+from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.requests.request import SchedulableRequest
-
-Found = TypeVar("Found")
-Found_co = TypeVar("Found_co", covariant=True)
+from kv_pool.tiers.tiered_cache import TieredCache
 
 
-class PrefixLookup(Protocol[Found_co]):
-    """What can be asked for the blocks of prefixes; a `BlockPool` is one, and answers with its blocks."""
-
-    @property
-    def enable_caching(self) -> bool: ...
-
-    @property
-    def hash_block_size(self) -> int: ...
-
-    def find_cached_prefix(
-        self, block_hashes: Sequence[BlockHash], max_num_blocks: int, kv_cache_group_id: int = 0, /
-    ) -> Sequence[Found_co]:
-        """See `BlockPool`."""
-
-
-class HostPrefixes(Generic[Found]):
-    """Looks up prefixes beyond those of the device, in the host pool or another place. Only looks.
+class TierPrefixes:
+    """Looks up prefixes beyond those of the device. A block may be in any tier. Changes nothing.
 
     Args:
-        pool: the host pool.
         groups: the manager's groups; their own pool is not asked.
-        alignment: hits are a multiple of so many tokens.
+        alignment: hits are a multiple of this number of tokens.
     """
 
-    def __init__(self, pool: PrefixLookup[Found], groups: Sequence[BlockGroup], alignment: int) -> None:
-        self._pool = pool
+    def __init__(self, tiered_cache: TieredCache, groups: Sequence[BlockGroup], alignment: int) -> None:
+        self._tiered_cache = tiered_cache
         self._groups = groups
         self._alignment = alignment
 
     def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
-        """How many tokens right after the first `num_device_tokens` the request could have from the host.
+        """How many tokens right after the first `num_device_tokens` the request could have from tiers.
 
         A multiple of the alignment, as `num_device_tokens` has to be. Of a window only the blocks are needed
         that the next token attends to, and those in front come from the device.
         Cost: one call for each group of full attention; for others the blocks they need, again for each
         shorter length that is tried.
         """
-        if not self._pool.enable_caching or not any(group.is_cacheable for group in self._groups):
+        if not self._tiered_cache.block_pool.enable_caching or not any(
+            group.is_cacheable for group in self._groups
+        ):
             return 0
-        num_hashed = len(request.block_hashes) * self._pool.hash_block_size
+        num_hashed = len(request.block_hashes) * self._tiered_cache.block_pool.hash_block_size
         num_tokens = self._align(min(max_num_tokens, num_hashed))
         hashes = [list(self._list_hashes(request, group)) for group in self._groups]
         for group, group_hashes in zip(self._groups, hashes, strict=True):
             if group.is_cacheable and group.is_downward_closed:
                 first = num_device_tokens // group.block_size
                 wanted = group_hashes[first : num_tokens // group.block_size]
-                found = self._pool.find_cached_prefix(wanted, len(wanted), group.group_id)
+                found = self._find_cached(wanted, group.group_id)
                 num_tokens = min(num_tokens, self._align((first + len(found)) * group.block_size))
         while num_tokens > num_device_tokens:
             missing = self._find_missing(hashes, num_device_tokens, num_tokens)
@@ -66,25 +50,42 @@ class HostPrefixes(Generic[Found]):
             num_tokens = self._align(missing)
         return 0
 
-    def find_blocks(self, request: SchedulableRequest, start: int, end: int) -> list[dict[int, Found]] | None:
+    def find_blocks(
+        self, request: SchedulableRequest, start: int, end: int
+    ) -> list[dict[int, BlockHashWithGroupId]] | None:
         """For each group the blocks that hold the tokens `[start, end)`, by table position, without those
         that no token from `end` on attends to; None if one is not there.
         """
-        found: list[dict[int, Found]] = []
+        found: list[dict[int, BlockHashWithGroupId]] = []
         for group in self._groups:
-            row: dict[int, Found] = {}
+            row: dict[int, BlockHashWithGroupId] = {}
             if group.is_cacheable:
                 needed = self._list_needed(group, start, end)
                 wanted = self._list_hashes(request, group)[needed.start : needed.stop]
-                blocks = self._pool.find_cached_prefix(wanted, len(needed), group.group_id)
+                blocks = self._find_cached(wanted, group.group_id)
                 if len(blocks) < len(needed):
                     return None
                 row = dict(zip(needed, blocks, strict=True))
             found.append(row)
         return found
 
+    def _find_cached(self, block_hashes: Sequence[BlockHash], group_id: int) -> list[BlockHashWithGroupId]:
+        """The keys of the longest prefix that the tiers have, head first."""
+        suffix = group_suffix(group_id)
+        indexes = self._tiered_cache.list_indexes()
+        found: list[BlockHashWithGroupId] = []
+        for block_hash in block_hashes:
+            key = BlockHashWithGroupId(block_hash + suffix)
+            for index in indexes:
+                if key in index:
+                    break
+            else:
+                return found
+            found.append(key)
+        return found
+
     def _find_missing(self, hashes: list[list[BlockHash]], start: int, end: int) -> int | None:
-        """The first token of the first block that a hit of `end` tokens needs and the host has not.
+        """The first token of the first block that a hit of `end` tokens needs and no tier has.
 
         Any length beyond that token, up to `end`, needs the block as well: what is needed begins no later.
         """
@@ -93,7 +94,7 @@ class HostPrefixes(Generic[Found]):
                 continue
             needed = self._list_needed(group, start, end)
             wanted = group_hashes[needed.start : needed.stop]
-            num_found = len(self._pool.find_cached_prefix(wanted, len(needed), group.group_id))
+            num_found = len(self._find_cached(wanted, group.group_id))
             if num_found < len(needed):
                 return needed[num_found] * group.block_size
         return None

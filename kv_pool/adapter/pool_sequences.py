@@ -1,0 +1,161 @@
+"""`PoolSequences`: the sequences of a `GPUKVPool`, as a `PoolSite` moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from kv_pool.adapter.holdings import Holder, Holdings, as_new_id
+from kv_pool.adapter.placement import Placement
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError, PinnedBlockError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.protocol import NORMAL, URGENT
+
+if TYPE_CHECKING:  # imported by those who have a storage
+    from kv_pool.storage.block_storage import BlockStorage
+
+_decoder = msgspec.msgpack.Decoder(dict[int, int])
+
+
+class SitePool(Protocol):
+    """What migration reads and changes of a `GPUKVPool`."""
+
+    block_pool: RunBlockPool
+    block_size: int
+    device_id: int
+    holdings: Holdings
+    placement: Placement
+    storage: BlockStorage | None
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held during each call; reentrant."""
+
+    def count_available(self, priority: int) -> int:
+        """Return how many blocks a request of this priority could have."""
+
+    def get_time(self) -> float:
+        """Return the seconds of the pool's clock."""
+
+
+class PoolSequences:
+    """The sequences of a pool. See `Sequences`.
+
+    Blocks by their ids come to the end of the same sequences. The reserve is kept for priorities 1 and 2.
+
+    Raises:
+        InvalidArgumentError: the pool has no storage.
+    """
+
+    def __init__(self, pool: SitePool) -> None:
+        if pool.storage is None:
+            raise InvalidArgumentError("blocks migrate between pools that have a storage; this one has none")
+        self.gpu_pool = pool
+        self.pool = pool.block_pool
+        self.storage = pool.storage
+        self.lock = pool.lock
+        self.block_size = pool.block_size
+        self.barred = pool.holdings.barred
+        self._holdings = pool.holdings
+        self._placement = pool.placement
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def describe_groups(self) -> tuple[str, ...]:
+        return ()
+
+    def list_block_sizes(self) -> list[int]:
+        return [self.block_size]
+
+    def as_id(self, sequence_id: int | str) -> int:
+        if isinstance(sequence_id, str):
+            raise InvalidArgumentError(
+                f"sequence {sequence_id!r} is none of a GPUKVPool: its sequences have numbers"
+            )
+        return as_new_id("sequence_id", sequence_id)
+
+    def list_rows(self, sequence_id: int) -> list[list[KVCacheBlock]]:
+        return [list(self._holdings.find(sequence_id).blocks)]
+
+    def find_holder(self, block: KVCacheBlock) -> int | None:
+        holder = self._holdings.first_holders.get(block)
+        return None if holder is None else holder.sequence_id
+
+    def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
+        return [self.pool.find_cached_prefix(block_hashes, len(block_hashes))]
+
+    def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
+        pins = self._holdings.pins
+        if pins.is_any_pinned(blocks):
+            pinned = next(block for block in blocks if block in pins)
+            raise PinnedBlockError(f"block {pinned.block_id} is pinned and does not migrate; unpin it first")
+
+    def describe(self, sequence_ids: list[int]) -> bytes:
+        holders = self._holdings.holders
+        return msgspec.msgpack.encode({one: holders[one].priority for one in sequence_ids})
+
+    # ---- coming ----------------------------------------------------------------------------------
+
+    def read_details(
+        self, details: bytes, sequence_ids: Sequence[int], num_blocks: int, is_whole: bool
+    ) -> dict[int, int]:
+        try:
+            priorities = _decoder.decode(details) if details else {}
+        except UNDECODABLE as error:
+            raise InvalidArgumentError(
+                f"what the source says of its sequences is no priorities: {error}"
+            ) from error
+        if not all(NORMAL <= priority <= URGENT for priority in priorities.values()):
+            raise InvalidArgumentError(f"the priorities {sorted(priorities.values())[:10]} are not 0 to 2")
+        if is_whole and sequence_ids[0] in self._holdings.holders:
+            raise InvalidArgumentError(
+                f"sequence {sequence_ids[0]} holds blocks on device {self.gpu_pool.device_id} already"
+            )
+        return priorities
+
+    def count_available(self, arriving: dict[int, int] | None) -> int:
+        return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
+
+    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
+        self.pool.touch_onto(blocks, onto)
+
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
+        if num_blocks and not self._placement.take_run(num_blocks, None, "prefer", blocks):
+            self._placement.take_any(num_blocks, None, blocks)
+
+    def make_join(
+        self, sequence_id: int, blocks: list[KVCacheBlock], arriving: dict[int, int]
+    ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
+        holder = self._holdings.holders.get(sequence_id)
+        if holder is None:
+            holder = Holder(sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time())
+        return partial(self._holdings.hold_arrived, holder, blocks), [blocks]
+
+    # ---- going -----------------------------------------------------------------------------------
+
+    def detach(self, sequence_id: int, onto: list[BlockTable]) -> None:
+        pass
+
+    def attach(self, sequence_id: int, tables: list[BlockTable], rows: list[list[KVCacheBlock]]) -> None:
+        pass
+
+    def free(self, sequence_id: int, rows: list[list[KVCacheBlock]]) -> None:
+        if self._holdings.is_unfinished:
+            self._holdings.recover()
+        holder = self._holdings.holders.get(sequence_id)
+        if holder is not None:
+            left = [(holder, block) for row in rows for block in row if block in holder.blocks]
+            if left:
+                self._holdings.drop(left)
+
+    def recover(self) -> None:
+        if self.pool.run_index.is_stale:
+            self.pool.rebuild_index()

@@ -1,0 +1,19 @@
+"""`ERRORS_BY_NAME`: the errors of kv_pool by the names under which one process reports them to another."""
+
+import kv_pool.errors as errors
+from kv_pool.errors import KVPoolError
+
+ERRORS_BY_NAME: dict[str, type[KVPoolError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, KVPoolError)
+}
+"""Every class can be made from its message alone."""
+
+
+def find_error_name(error: Exception) -> str | None:
+    """The name of the error's class, or of its nearest base here; None for errors of other libraries."""
+    for kind in type(error).__mro__:
+        if ERRORS_BY_NAME.get(kind.__name__) is kind:
+            return kind.__name__
+    return None

@@ -1,0 +1,198 @@
+"""`ManagerSequences`: the requests of a `KVCacheManager`, as a `PoolSite` moves them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockHash
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.swap.sides import DeviceSide
+from kv_pool.storage.block_storage import BlockStorage
+
+
+class _TableState(msgspec.Struct, array_like=True):
+    """A block table in positions of the offer, -1 for the null block."""
+
+    places: list[int]
+    num_cached_blocks: int
+    num_null_blocks: int
+    is_forked: bool
+
+
+_decoder = msgspec.msgpack.Decoder(list[_TableState])
+
+
+@dataclass
+class _Hashes:
+    """As much of a request as a look-up by hashes needs."""
+
+    request_id: str
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+
+
+class ManagerSequences(DeviceSide):
+    """A manager and the storage of its blocks. All KV cache groups go along. See `Sequences`.
+
+    A request moves with all its block tables; the manager does not know it meanwhile. Blocks by their ids are
+    cached ones, and copied only: no request is without some of its blocks.
+
+    Args:
+        storage: of the bytes of all groups.
+        lock: held by the engine from `allocate_slots` until the step's bytes are in the blocks, and whenever
+            it calls the manager; reentrant. None for a new one.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        storage: BlockStorage,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        super().__init__(manager)
+        self.manager = manager
+        self.storage = storage
+        self.lock = threading.RLock() if lock is None else lock
+        self.block_size = manager.block_size
+        self.barred = manager.taken_out
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def describe_groups(self) -> tuple[str, ...]:
+        pool = self.pool
+        first = self.manager.groups[0]
+        is_plain = len(self.manager.groups) == 1 and isinstance(first, FullAttentionSpec)
+        if is_plain and first.block_size == pool.hash_block_size and not pool.num_hash_lookahead_tokens:
+            return ()
+        hashed = f"hashes of {pool.hash_block_size} tokens and {pool.num_hash_lookahead_tokens} ahead"
+        return (*map(repr, self.manager.groups), hashed)
+
+    def list_block_sizes(self) -> list[int]:
+        return [spec.block_size for spec in self.manager.groups]
+
+    def as_id(self, sequence_id: int | str) -> str:
+        return str(sequence_id)
+
+    def list_rows(self, sequence_id: str) -> list[list[KVCacheBlock]]:
+        if not self.holds(sequence_id):
+            why = self.barred.get(sequence_id)
+            if why is not None:
+                raise FrozenSequenceError(f"request {sequence_id!r} has no blocks: {why}")
+            raise UnknownSequenceError(f"request {sequence_id!r} has no blocks here")
+        rows = [table.blocks for table in self._list_tables(sequence_id)]
+        for row in rows:
+            self.manager.copies.check_made(sequence_id, row)
+        return rows
+
+    def find_holder(self, block: KVCacheBlock) -> None:
+        return None
+
+    def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
+        wanted: Any = _Hashes("", len(block_hashes) * self.pool.hash_block_size, block_hashes=block_hashes)
+        return [list(row) for row in self.manager.get_computed_blocks(wanted, wanted.num_tokens).blocks]
+
+    def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
+        pass
+
+    def describe(self, sequence_ids: list[str]) -> bytes:
+        states: list[_TableState] = []
+        num_blocks = 0
+        for sequence_id in sequence_ids:
+            for table in self._list_tables(sequence_id):
+                places = []
+                for block in table.blocks:
+                    places.append(-1 if block.is_null else num_blocks)
+                    num_blocks += not block.is_null
+                states.append(
+                    _TableState(places, table.num_cached_blocks, table.num_null_blocks, table.is_forked)
+                )
+        return msgspec.msgpack.encode(states)
+
+    # ---- coming ----------------------------------------------------------------------------------
+
+    def read_details(
+        self, details: bytes, sequence_ids: Sequence[str], num_blocks: int, is_whole: bool
+    ) -> list[_TableState] | None:
+        if not sequence_ids:
+            return None
+        if not is_whole:
+            raise InvalidArgumentError("requests come with all their blocks; these are some of a sequence")
+        self._check_absent(sequence_ids[0])
+        try:
+            tables = _decoder.decode(details)
+        except UNDECODABLE as error:
+            raise InvalidArgumentError(f"the source's state of a request cannot be read: {error}") from error
+        # One table for each group, and each block of the offer in one of them.
+        places = sorted(place for table in tables for place in table.places if place >= 0)
+        if len(tables) != len(self.manager.groups) or places != list(range(num_blocks)):
+            raise InvalidArgumentError(
+                f"the source's request has {len(tables)} tables over {len(places)} blocks, here there are "
+                f"{len(self.manager.groups)} groups, and {num_blocks} blocks were offered"
+            )
+        return tables
+
+    def count_available(self, arriving: list[_TableState] | None) -> int:
+        is_request = arriving is not None and bool(self.manager.list_request_ids())
+        return self.count_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
+
+    def make_join(
+        self, sequence_id: str, blocks: list[KVCacheBlock], arriving: list[_TableState]
+    ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
+        self._check_absent(sequence_id)
+        tables = []
+        for state in arriving:
+            table = BlockTable()
+            table.blocks = [self.pool.null_block if place < 0 else blocks[place] for place in state.places]
+            table.num_cached_blocks = state.num_cached_blocks
+            table.num_null_blocks = state.num_null_blocks
+            table.is_forked = state.is_forked
+            tables.append(table)
+
+        def join() -> None:
+            if tables:
+                self.manager.put_tables_out_of(sequence_id, tables)
+
+        return join, [table.blocks for table in tables]
+
+    # ---- going -----------------------------------------------------------------------------------
+
+    def detach(self, sequence_id: str, onto: list[BlockTable]) -> None:
+        self.manager.pop_tables_onto(sequence_id, onto)
+
+    def attach(self, sequence_id: str, tables: list[BlockTable], rows: list[list[KVCacheBlock]]) -> None:
+        if tables and not self.holds(sequence_id):
+            self.manager.put_tables_out_of(sequence_id, tables)
+        if tables:  # the scheduler has begun the request anew
+            self.free_request(sequence_id, rows)
+
+    def free(self, sequence_id: str, rows: list[list[KVCacheBlock]]) -> None:
+        if self.holds(sequence_id) and self.manager.get_table(sequence_id).blocks is rows[0]:
+            self.manager.pop_tables(sequence_id)
+        self.free_request(sequence_id, rows)
+        retention = self.manager.retention
+        if retention is not None and retention.is_active and not self.holds(sequence_id):
+            retention.forget_request(sequence_id)
+
+    def recover(self) -> None:
+        pass
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _list_tables(self, request_id: str) -> list[BlockTable]:
+        return [self.manager.get_table(request_id, group_id) for group_id in range(len(self.manager.groups))]
+
+    def _check_absent(self, request_id: str) -> None:
+        if self.holds(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} has blocks here")

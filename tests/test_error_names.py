@@ -1,0 +1,67 @@
+"""Errors keep their class and message on the way to another process, by one table."""
+
+import pkgutil
+from importlib import import_module
+
+import msgspec
+import pytest
+
+import kv_pool
+from kv_pool import errors
+from kv_pool.control.messages import decode_reply, encode_error
+from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
+from kv_pool.errors import ControlError, InvalidBlockError, KVPoolError, MigrationError
+from kv_pool.migration.call_failures import describe_failure, raise_failure
+from kv_pool.migration.message_codec import decode_message, encode_message
+
+
+def cross_nodes(error):
+    with pytest.raises(KVPoolError) as raised:
+        raise_failure(decode_message(encode_message(describe_failure(error))), "node 'a'")
+    return raised.value
+
+
+def cross_socket(error):
+    with pytest.raises(KVPoolError) as raised:
+        decode_reply(encode_error(error), msgspec.Raw)
+    return raised.value
+
+
+WAYS = pytest.mark.parametrize("cross", [cross_nodes, cross_socket])
+
+
+@WAYS
+@pytest.mark.parametrize("name", sorted(ERRORS_BY_NAME))
+def test_an_error_arrives_as_what_it_was(cross, name):
+    arrived = cross(ERRORS_BY_NAME[name]("7 blocks of 3"))
+    assert type(arrived) is ERRORS_BY_NAME[name]
+    assert str(arrived) == "7 blocks of 3"
+
+
+def list_subclasses(kind):
+    return {kind}.union(*map(list_subclasses, kind.__subclasses__()))
+
+
+def test_every_error_of_the_package_is_in_the_table():
+    for module in pkgutil.walk_packages(kv_pool.__path__, "kv_pool."):
+        if "errors" in module.name.split("."):
+            import_module(module.name)
+    ours = {kind for kind in list_subclasses(KVPoolError) if kind.__module__.startswith("kv_pool")}
+    assert ours == set(ERRORS_BY_NAME.values())
+    assert {kind.__module__ for kind in ours} == {errors.__name__}
+
+
+@WAYS
+def test_a_subclass_arrives_as_its_nearest_base(cross):
+    class WornBlockError(InvalidBlockError):
+        pass
+
+    assert find_error_name(WornBlockError("x")) == "InvalidBlockError"
+    assert type(cross(WornBlockError("block 7"))) is InvalidBlockError
+
+
+@pytest.mark.parametrize(("cross", "kind"), [(cross_nodes, MigrationError), (cross_socket, ControlError)])
+def test_an_error_of_another_library_arrives_as_one_of_ours(cross, kind):
+    arrived = cross(KeyError("r"))
+    assert type(arrived) is kind
+    assert "KeyError: 'r'" in str(arrived)
