@@ -294,8 +294,10 @@ class RunPoolCore(BlockPoolCore):
         """As `BlockPool.merge_bands`. O(number of blocks)."""
         try:
             super().merge_bands()
-        finally:
             self.rebuild_index()
+        except BaseException:
+            self.rebuild_index()
+            raise
 
     # ---- looking ---------------------------------------------------------------------------------
 
