@@ -43,13 +43,14 @@ from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMi
 from kv_pool.migration.peer_links import PeerLinks
 from kv_pool.migration.peers import Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.push import Push
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState, make_epoch
 from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
-from kv_pool.migration.target import Pull, PullSettings
+from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 from kv_pool.migration.workers import Workers
 
@@ -460,12 +461,13 @@ class Migrator:
                 del self._migrations[migration.transfer_id]
             raise
 
-    def _note_pull(self, pull: Pull) -> None:
+    def _note_pull(self, record: MigrationRecord) -> None:
         with self._lock:
-            migration = self._migrations[pull.transfer_id]
-            if pull.is_holding():
+            migration = self._migrations[record.transfer_id]
+            assert isinstance(migration, IncomingMigration)
+            if migration.pull.is_holding():
                 self._holding = [one for one in self._holding if one.is_holding()]
-                self._holding.append(pull)
+                self._holding.append(migration.pull)
         self._note_migration(migration)
 
     def _note_transfer(self, transfer: Transfer) -> None:
