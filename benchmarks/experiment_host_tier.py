@@ -15,7 +15,8 @@ from bench_block_pool import describe_run
 import kv_pool
 from kv_pool.replay.plot import check_can_draw, draw_hit_rates
 from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
 
 AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"

@@ -19,9 +19,9 @@ import kv_pool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import EngineRates, ReplaySettings
+from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.trace import Trace, TraceRequest
-from kv_pool.replay.trace_clock import EngineRates
 
 BATCH, MAX_LENGTH, BLOCK_SIZE = 256, 2048, 16
 TOKEN_BYTES = 64 * 1024

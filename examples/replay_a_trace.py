@@ -3,7 +3,8 @@
 Run it: python examples/replay_a_trace.py
 """
 
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
 
 print("blocks   token hit rate   evictions")
 for num_blocks in (1_000, 5_000, 25_000):

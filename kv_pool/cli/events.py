@@ -5,6 +5,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -165,7 +166,13 @@ async def read_all(subscribers: "dict[str, KVEventSubscriber]", show: "EventPrin
 class EventPrinter:
     """A line per event, and on a terminal the rates of the last second below them."""
 
-    def __init__(self, chosen: LineFilter, as_json: bool, limit: int | None) -> None:
+    def __init__(
+        self,
+        chosen: LineFilter,
+        as_json: bool,
+        limit: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.has_enough = False
         self._chosen = chosen
         self._as_json = as_json
@@ -174,7 +181,8 @@ class EventPrinter:
         self._status = None if as_json or not self._console.is_terminal else self._console.status("waiting")
         self._num_lines = 0
         self._counts: Counter[str] = Counter()
-        self._since = time.monotonic()
+        self._clock = clock
+        self._since = clock()
 
     def __enter__(self) -> "EventPrinter":
         if self._status is not None:
@@ -202,7 +210,7 @@ class EventPrinter:
     def refresh(self) -> None:
         if self._status is None:
             return
-        now = time.monotonic()
+        now = self._clock()
         rates = [
             f"{name} {count / (now - self._since):,.0f}/s" for name, count in sorted(self._counts.items())
         ]

@@ -1,6 +1,7 @@
 """`kv-pool replay`: what a prefix cache of this size would have done with this trace."""
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,22 +16,28 @@ from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.outputs import write_report
 from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.publishing import describe_publisher, open_publisher
+from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.capacity import parse_memory
-from kv_pool.replay.event_feed import EventFeed
+from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.output_file import check_can_write
-from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import write_outcomes
-from kv_pool.replay.simulator import PREEMPTIONS, TIER_WRITES, ReplaySettings, run_replay
+from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import Progress as ReplayProgress
-from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_clock import EngineRates
+from kv_pool.replay.simulator import run_replay
+
+_ORDER = """
+trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
+prefill_rate decode_rate max_running speedup groups chunk_tokens watermark keep_sessions keep_prefix
+host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
+timestamp_unit skip_broken seed runs publish publish_replay publish_config pace json requests
+"""
 
 
+@takes(ReplaySettings, _ORDER, num_blocks=0)
 def replay(
-    trace: options.TraceArgument,
+    settings: ReplaySettings,
     blocks: Annotated[
         int | None, typer.Option(help="Capacity in pool blocks, the null block not counted.", min=1)
     ] = None,
@@ -40,31 +47,6 @@ def replay(
     num_kv_heads: options.NumKVHeads = 0,
     head_size: options.HeadSize = 0,
     dtype_bytes: options.DtypeBytes = 2,
-    block_size: options.BlockSize = None,
-    convention: options.Convention = CONVENTIONS[0],
-    clock: options.Clock = "instant",
-    prefill_rate: options.PrefillRate = EngineRates.prefill_tokens_per_s,
-    decode_rate: options.DecodeRate = EngineRates.decode_tokens_per_s,
-    max_running: options.MaxRunning = EngineRates.max_running,
-    speedup: options.Speedup = EngineRates.speedup,
-    groups: options.Groups = "full",
-    chunk_tokens: options.ChunkTokens = None,
-    watermark: options.Watermark = 0.0,
-    keep_sessions: options.KeepSessions = 0.0,
-    keep_prefix: options.KeepPrefix = 0,
-    host_blocks: options.HostBlocks = 0,
-    preempt: options.Preempt = PREEMPTIONS[0],
-    copy_rate: options.CopyRate = options.DEFAULT_COPY_RATE,
-    host_tier: options.HostTier = 0,
-    disk_tier: options.DiskTier = 0,
-    tier_write: options.TierWrite = TIER_WRITES[0],
-    disk_rate: options.DiskRate = options.DEFAULT_DISK_RATE,
-    limit: options.Limit = None,
-    trace_block_size: options.TraceBlockSize = None,
-    timestamp_unit: options.TimestampUnit = "ms",
-    skip_broken: options.SkipBroken = False,
-    seed: options.Seed = "0",
-    runs: options.Runs = False,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
     publish_config: options.PublishConfig = None,
@@ -74,7 +56,7 @@ def replay(
             metavar="REQUESTS_PER_S",
             help="With --publish: this many requests a second, at most. Without, an hour's trace is over in "
             "seconds: start kv-pool events before.",
-            rich_help_panel=options.EVENTS_PANEL,
+            rich_help_panel=EVENTS_PANEL,
         ),
     ] = None,
     json: options.JsonFile = None,
@@ -87,47 +69,23 @@ def replay(
     ] = None,
 ) -> None:
     """Replay a production trace through the block pool and show what the prefix cache did."""
-    opened = Trace(trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
+    opened = settings.open_trace()
     kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
-    num_blocks, block_bytes = options.find_capacity(opened, block_size, blocks, memory, kv, groups)
-    if host_blocks and kv is None:
+    num_blocks, block_bytes = options.find_capacity(
+        opened, settings.block_size, blocks, memory, kv, settings.groups
+    )
+    if settings.host_blocks and kv is None:
         raise InvalidArgumentError(
             "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
         )
-    options.check_tiers(bool(host_tier or disk_tier), clock, kv)
-    if preempt == "swap" and not host_blocks:
+    options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
+    if settings.preemption == "swap" and not settings.host_blocks:
         raise InvalidArgumentError(
             "--preempt swap has no effect without --host-blocks: give both, or neither"
         )
     if json is not None:
         check_can_write(json)
-    settings = ReplaySettings(
-        trace=trace,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        convention=convention,
-        clock=clock,
-        rates=EngineRates(
-            prefill_rate, decode_rate, max_running, speedup, parse_memory(copy_rate), parse_memory(disk_rate)
-        ),
-        limit=limit,
-        trace_block_size=trace_block_size,
-        timestamp_unit=timestamp_unit,
-        skip_broken=skip_broken,
-        seed=seed,
-        runs=runs,
-        groups=groups,
-        chunk_tokens=chunk_tokens,
-        watermark=watermark,
-        host_blocks=host_blocks,
-        host_tier=host_tier,
-        disk_tier=disk_tier,
-        tier_write=tier_write,
-        block_bytes=block_bytes,
-        preemption=preempt,
-        keep_session_s=keep_sessions,
-        keep_prefix_tokens=keep_prefix,
-    )
+    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is about events; give --publish, too")
     # Around the output, too: when the file of requests was cut off, that is told after the result.

@@ -1,6 +1,7 @@
 """`kv-pool sweep`: the hit rate over the size of the cache."""
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -13,24 +14,29 @@ from kv_pool.cli.console import measure_table, print_table
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.outputs import find_unused, write_report
 from kv_pool.cli.progress import make_progress_bar
+from kv_pool.cli.setting_options import takes
 from kv_pool.replay import ranges
-from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.output_file import check_can_write
 from kv_pool.replay.plot import check_can_draw, draw_hit_rates
-from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import ReplayReport, read_reports
-from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings
+from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
 from kv_pool.replay.sweep import run_sweep
-from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_clock import EngineRates
 
 _BAR_WIDTH = 16
 _MIN_BAR_WIDTH = 4
 _AROUND_BAR = 3
 
 
+_ORDER = """
+trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
+prefill_rate decode_rate max_running speedup groups chunk_tokens watermark host_tier disk_tier copy_rate
+disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json png overlay jobs
+"""
+
+
+@takes(ReplaySettings, _ORDER, num_blocks=0)
 def sweep(
-    trace: options.TraceArgument,
+    settings: ReplaySettings,
     blocks: Annotated[
         str | None, typer.Option(metavar="LIST", help=f"Capacities in pool blocks: {ranges.FORMAT}.")
     ] = None,
@@ -47,23 +53,13 @@ def sweep(
     num_kv_heads: options.NumKVHeads = 0,
     head_size: options.HeadSize = 0,
     dtype_bytes: options.DtypeBytes = 2,
-    block_size: options.BlockSize = None,
-    convention: options.Convention = CONVENTIONS[0],
-    clock: options.Clock = "instant",
-    prefill_rate: options.PrefillRate = EngineRates.prefill_tokens_per_s,
-    decode_rate: options.DecodeRate = EngineRates.decode_tokens_per_s,
-    max_running: options.MaxRunning = EngineRates.max_running,
-    speedup: options.Speedup = EngineRates.speedup,
-    groups: options.Groups = "full",
-    chunk_tokens: options.ChunkTokens = None,
-    watermark: options.Watermark = 0.0,
     host_tier: Annotated[
         str,
         typer.Option(
             metavar="LIST",
             help="Capacities of a tier in host memory in blocks, each with each of the pool's: 0,10k,30k. "
             "With the trace clock it needs --model or dimensions.",
-            rich_help_panel=options.TIERS_PANEL,
+            rich_help_panel=TIERS_PANEL,
         ),
     ] = "0",
     disk_tier: Annotated[
@@ -71,17 +67,9 @@ def sweep(
         typer.Option(
             metavar="LIST",
             help="Capacities of a tier on disk below it, each with each of the others.",
-            rich_help_panel=options.TIERS_PANEL,
+            rich_help_panel=TIERS_PANEL,
         ),
     ] = "0",
-    copy_rate: options.CopyRate = options.DEFAULT_COPY_RATE,
-    disk_rate: options.DiskRate = options.DEFAULT_DISK_RATE,
-    tier_write: options.TierWrite = TIER_WRITES[0],
-    limit: options.Limit = None,
-    trace_block_size: options.TraceBlockSize = None,
-    timestamp_unit: options.TimestampUnit = "ms",
-    skip_broken: options.SkipBroken = False,
-    seed: options.Seed = "0",
     json: options.JsonFile = None,
     png: Annotated[
         str | None,
@@ -97,37 +85,20 @@ def sweep(
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)] = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
-    opened = Trace(trace, block_size=trace_block_size, timestamp_unit=timestamp_unit, skip_broken=skip_broken)
+    opened = settings.open_trace()
     kv = options.find_kv(model, num_layers, num_kv_heads, head_size, dtype_bytes)
-    capacities, block_bytes = options.find_capacities(opened, block_size, blocks, memory, kv, groups)
+    capacities, block_bytes = options.find_capacities(
+        opened, settings.block_size, blocks, memory, kv, settings.groups
+    )
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
-    options.check_tiers(host_tiers != [0] or disk_tiers != [0], clock, kv)
+    options.check_tiers(host_tiers != [0] or disk_tiers != [0], settings.clock, kv)
     others = {file: read_reports(file) for file in overlay or ()}
     picture = find_unused("sweep.png") if png is None else png
     check_can_draw(picture)
     if json is not None:
         check_can_write(json)
-    settings = ReplaySettings(
-        trace=trace,
-        num_blocks=capacities[0],
-        block_size=block_size,
-        convention=convention,
-        clock=clock,
-        rates=EngineRates(
-            prefill_rate, decode_rate, max_running, speedup, parse_memory(copy_rate), parse_memory(disk_rate)
-        ),
-        limit=limit,
-        trace_block_size=trace_block_size,
-        timestamp_unit=timestamp_unit,
-        skip_broken=skip_broken,
-        seed=seed,
-        groups=groups,
-        chunk_tokens=chunk_tokens,
-        watermark=watermark,
-        tier_write=tier_write,
-        block_bytes=block_bytes,
-    )
+    settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
     num_replays = len(capacities) * len(host_tiers) * len(disk_tiers)
     with make_progress_bar("sweeping", MofNCompleteColumn()) as bar:
         task = bar.add_task("sweep", total=num_replays, live="")

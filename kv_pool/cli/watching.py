@@ -15,12 +15,14 @@ SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to be read; a look costs the pool some microseconds."""
 
 
-def watch(look: Callable[[], Table | Text], console: Console) -> NoReturn:
+def watch(
+    look: Callable[[], Table | Text], console: Console, sleep: Callable[[float], object] = time.sleep
+) -> NoReturn:
     """Show what `look` returns, in place on a terminal; elsewhere print it each time."""
     if console.is_terminal:
         with Live(look(), console=console, auto_refresh=False) as live:
             while True:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                sleep(SECONDS_BETWEEN_LOOKS)
                 live.update(look(), refresh=True)
     while True:
         shown = look()
@@ -29,4 +31,4 @@ def watch(look: Callable[[], Table | Text], console: Console) -> NoReturn:
         else:
             console.print(shown, soft_wrap=True)
         console.file.flush()
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        sleep(SECONDS_BETWEEN_LOOKS)

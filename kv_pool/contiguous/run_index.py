@@ -66,7 +66,10 @@ class FreeRunIndex:
     # ---- being told ------------------------------------------------------------------------------
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
-        """Learn the free blocks anew, in eviction order; the ages follow from the order. O(num_blocks)."""
+        """Learn the free blocks anew, in eviction order; the ages follow from the order. O(num_blocks).
+
+        The caller clears `is_stale`.
+        """
         self.ages = bytearray(num_blocks)
         self._set_width(len(free))
         self._num_in_generation = 0
@@ -81,7 +84,6 @@ class FreeRunIndex:
             self.ages[block.block_id] = age
         if self._hand >= num_blocks:
             self._hand = 1
-        self.is_stale = False
 
     def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
         """These blocks are in use; those of another owner are passed over."""
@@ -156,9 +158,9 @@ class FreeRunIndex:
                 self._renumber()
 
     def note_moved(self, blocks: list[KVCacheBlock], age: int) -> None:
-        """These free blocks have changed their band."""
+        """These free blocks have changed their band. Those without content stay empty."""
         for block in blocks:
-            self.ages[block.block_id] = age
+            self.ages[block.block_id] = EMPTY if block._block_hash is None else age
 
     def note_emptied(self, block_id: int) -> None:
         """The block has lost its content; if it is free, it stays free."""

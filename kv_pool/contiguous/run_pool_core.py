@@ -324,9 +324,16 @@ class RunPoolCore(BlockPoolCore):
             for block in free
         ]
         self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
-        for band, blocks in self.eviction_order.list_bands():
-            if band > DEFAULT_BAND:
-                self.run_index.note_moved(blocks, KEPT)
+        if self.eviction_order.is_open:
+            num_ordered = 0  # blocks of the default band and those above it, which are last in the queue
+            for band, blocks in self.eviction_order.list_bands():
+                ours = [block for block in blocks if block._owner is self._owner]
+                if band >= DEFAULT_BAND:
+                    num_ordered += len(ours)
+                if band > DEFAULT_BAND:
+                    self.run_index.note_moved(ours, KEPT)
+            self.run_index.note_moved(free[: len(free) - num_ordered], EMPTY + 1)
+        self.run_index.is_stale = False
 
     def _follow(self, error: BaseException, was_stale: bool) -> None:
         """Bring the index, which is marked as stale, in line with the pool after a call that raised."""

@@ -179,7 +179,7 @@ class LiveNode:
         return PeerList(self.migrator.name, self.migrator.address, reports)
 
     def _report(self, known: KnownNode) -> PeerReport:
-        started = time.perf_counter()
+        started = self._clock()
         try:
             there = self._ask(known.name)
         except KVPoolError as error:
@@ -191,16 +191,16 @@ class LiveNode:
             nearness.value,
             there.num_free_blocks,
             there.num_blocks,
-            (time.perf_counter() - started) * 1000,
+            (self._clock() - started) * 1000,
         )
 
     def _ask(self, name: str) -> NodeDescription:
         self._learn_peers()
-        started = time.perf_counter()
+        started = self._clock()
         there = self.migrator.ask(name, _ASK_TIMEOUT_S)
         self._locations[name] = there.location
         nearness = find_nearness(self.migrator.location, there.location)
-        self.topology.note_round_trip(nearness, time.perf_counter() - started)
+        self.topology.note_round_trip(nearness, self._clock() - started)
         return there
 
     def _learn_peers(self) -> None:

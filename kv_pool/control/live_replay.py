@@ -21,8 +21,8 @@ from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.protocol import BlockAllocationRequest
 from kv_pool.replay.replay_request import ReplayRequest, RequestState
+from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_clock import EngineRates
 
 STEP_S = 0.05
 """Seconds from one step of the imagined engine to the next."""

@@ -1,4 +1,4 @@
-"""`ServeSettings`: what `kv-pool serve` serves, from its options and a TOML file."""
+"""`ServeSettings`: what `kv-pool serve` serves, from its options and a TOML file; each declared once."""
 
 import tomllib
 from collections.abc import Mapping
@@ -9,77 +9,139 @@ import msgspec
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
+from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
+from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.settings import TRACE_BLOCK_SIZE
+from kv_pool.replay.trace import BUNDLED_TRACES
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
+_DEFRAG = "Compaction"
+_NODES = "Nodes"
+_TIERS = "Tiers"
 
+
+@describe_options
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pool and the replay that keeps it busy.
 
     Attributes:
-        trace: a file, or the name of a bundled trace.
-        blocks: capacity in blocks, the null block not counted.
-        block_size: tokens per block.
-        run_length: what the fragmentation rate is about, in blocks.
-        defrag_threshold: fragmentation rate above which the pool is compacted, 0 to 1; 1 for never.
-        defrag_interval: seconds from one look at the rate to the next.
-        defrag_moves: blocks moved per step of the engine, at most.
-        max_evictions: cached blocks that one of these steps may overwrite, where too little is empty.
-        speedup: requests come so many times faster than in the trace.
-        trace_block_size: tokens per hash id of the trace; None to infer it.
-        timestamp_unit: of the trace.
-        duration: seconds; None for ever.
-        socket: the control socket's path; None for the default one.
-        name: of the node that the pool is; None for a pool that migrates nothing.
-        block_bytes: of each block of a node, or of a pool with tiers; made up, and checked.
-        listen: where other nodes reach it, host:port, port 0 for a free one; None for 127.0.0.1:0.
-        peer: other nodes, each as `name=host:port`.
-        nodes: a TOML file with other nodes ([[peers]]) and what it costs to reach them ([links]).
-        registry: the node that tells who else is there, by its name or host:port; None to keep a registry for
-            others.
-        secret_file: what all nodes know; None for a file of this user's that is made when it is needed.
-        max_rate: bytes a second that the node reads at most, such as `100MB/s`; None for no limit.
         network, rack, host, device: where the node is; the host's own name by default.
-        host_tier: blocks that are kept in host memory when the pool takes theirs anew; 0 for none.
-        disk_tier: a folder where blocks are kept, across restarts, too; None for none.
-        disk_tier_blocks: how many; None for ten times the pool's.
-        publish: the endpoint from which the pool's events are sent; None for no events.
-        publish_replay: where readers of these ask for what they missed; None for nowhere.
-        publish_config: a TOML file with a table [publisher], for all that can be said about a publisher;
-            `publish` and `publish_replay` win over its endpoints. None for the defaults.
     """
 
-    trace: str = "mooncake_conversation"
-    blocks: _Count = 10_000
-    block_size: _Count = 128
-    run_length: _Count = DEFAULT_RUN_LENGTH
-    defrag_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
-    defrag_interval: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    defrag_moves: _Count = 64
-    max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 16
-    speedup: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    trace_block_size: _Count | None = None
-    timestamp_unit: Literal["ms", "s"] = "ms"
-    duration: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    socket: str | None = None
-    name: str | None = None
-    block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4096
-    listen: str | None = None
-    peer: list[str] = []
-    nodes: str | None = None
-    registry: str | None = None
-    secret_file: str | None = None
-    max_rate: str | None = None
+    trace: Annotated[
+        str,
+        Option(f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}.", metavar="TRACE", is_argument=True),
+    ] = "mooncake_conversation"
+    blocks: Annotated[_Count, Option("Capacity in blocks.")] = 10_000
+    block_size: Annotated[_Count, Option("Tokens per block.")] = 128
+    run_length: Annotated[_Count, Option("Fragmentation is about runs of so many blocks.")] = (
+        DEFAULT_RUN_LENGTH
+    )
+    defrag_threshold: Annotated[
+        float,
+        msgspec.Meta(ge=0, le=1),
+        Option("Compact above this fragmentation rate; 1 for never.", panel=_DEFRAG),
+    ] = 0.1
+    defrag_interval: Annotated[
+        float, msgspec.Meta(ge=0), Option("Seconds between two looks at the rate.", panel=_DEFRAG)
+    ] = 1.0
+    defrag_moves: Annotated[_Count, Option("Blocks moved per step of the engine.", panel=_DEFRAG)] = 64
+    max_evictions: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Option("Cached blocks that such a step may lose, where too few free ones are empty.", panel=_DEFRAG),
+    ] = 16
+    speedup: Annotated[float, msgspec.Meta(gt=0), Option("Requests come so much faster.")] = 1.0
+    trace_block_size: Annotated[_Count | None, TRACE_BLOCK_SIZE] = None
+    timestamp_unit: Annotated[Literal["ms", "s"], Option("Of the trace: ms or s.")] = "ms"
+    duration: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None, Option("Seconds. Default: until Ctrl-C.")
+    ] = None
+    socket: Annotated[str | None, Option("The control socket. Default: this user's own.")] = None
+    name: Annotated[
+        str | None,
+        Option("Make the pool a node of this name: sequences can move from it and to it.", panel=_NODES),
+    ] = None
+    block_bytes: Annotated[
+        _Count,
+        Option(
+            "Of each block of a node, or of a pool with tiers; the bytes are made up.",
+            panel=_NODES,
+        ),
+    ] = 4096
+    listen: Annotated[
+        str | None,
+        Option(
+            "Where other nodes reach it; port 0 for a free one. Default: 127.0.0.1:0.",
+            metavar="HOST:PORT",
+            panel=_NODES,
+        ),
+    ] = None
+    peer: Annotated[
+        list[str], Option("Another node; may be repeated.", metavar="NAME=HOST:PORT", panel=_NODES)
+    ] = []
+    nodes: Annotated[
+        str | None,
+        Option(
+            "A TOML file with other nodes ([[peers]]) and what it costs to reach them ([links.rack]).",
+            metavar="FILE",
+            panel=_NODES,
+        ),
+    ] = None
+    registry: Annotated[
+        str | None,
+        Option(
+            "The node that tells who else is there. Default: this one, for others.",
+            metavar="NAME|HOST:PORT",
+            panel=_NODES,
+        ),
+    ] = None
+    secret_file: Annotated[
+        str | None,
+        Option(
+            "What all nodes know, 16 bytes or more. Default: a file of this user's, made when it is "
+            "needed, which does for nodes of one machine.",
+            metavar="FILE",
+            panel=_NODES,
+        ),
+    ] = None
+    max_rate: Annotated[
+        str | None,
+        Option(
+            "What the node reads in a second at most, such as 100MB/s. Default: no limit.",
+            metavar="RATE",
+            panel=_NODES,
+        ),
+    ] = None
     network: str = ""
     rack: str = ""
     host: str = ""
     device: str = ""
-    host_tier: Annotated[int, msgspec.Meta(ge=0)] = 0
-    disk_tier: str | None = None
-    disk_tier_blocks: _Count | None = None
-    publish: str | None = None
-    publish_replay: str | None = None
-    publish_config: str | None = None
+    host_tier: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Option(
+            "Keep so many blocks in host memory when the pool takes theirs anew.",
+            metavar="BLOCKS",
+            panel=_TIERS,
+        ),
+    ] = 0
+    disk_tier: Annotated[
+        str | None,
+        Option(
+            "Keep blocks here when memory has no room for them; they outlive a restart.",
+            metavar="FOLDER",
+            panel=_TIERS,
+        ),
+    ] = None
+    disk_tier_blocks: Annotated[
+        _Count | None,
+        Option("How many. Default: ten times the pool's.", metavar="BLOCKS", panel=_TIERS),
+    ] = None
+    publish: Annotated[str | None, PUBLISH] = None
+    publish_replay: Annotated[str | None, PUBLISH_REPLAY] = None
+    publish_config: Annotated[str | None, PUBLISH_CONFIG] = None
 
     @property
     def has_tiers(self) -> bool:

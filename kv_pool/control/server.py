@@ -313,12 +313,17 @@ class ControlServer:
                 return self.pool.get_layout()
 
 
-def defragment(pool: GPUKVPool, max_moves: int | None, max_evictions: int) -> DefragReport:
+def defragment(
+    pool: GPUKVPool,
+    max_moves: int | None,
+    max_evictions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DefragReport:
     """Compact the pool and say what came of it. Raises as `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
-    started = time.perf_counter()
+    started = clock()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
-    elapsed = time.perf_counter() - started
+    elapsed = clock() - started
     return DefragReport(moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length)
 
 

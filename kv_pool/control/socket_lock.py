@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,7 +15,12 @@ _PAUSE_S = 0.01
 
 
 @contextmanager
-def lock_socket(path: Path, timeout_s: float) -> Iterator[None]:
+def lock_socket(
+    path: Path,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Iterator[None]:
     """Hold a lock that belongs to the socket at `path`; of two servers that replace a dead one's socket, one
     would be lost.
 
@@ -24,13 +29,21 @@ def lock_socket(path: Path, timeout_s: float) -> Iterator[None]:
 
     Args:
         timeout_s: to wait for another process of this user that holds it.
+        clock, sleep: seconds.
     Raises:
         ControlError: the file belongs to another user or cannot be made, or the time is over.
     """
     name = f".{path.name}.lock"
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        lock = _take_lock(folder, path.parent / name, time.monotonic() + timeout_s)
+        place = path.parent / name
+        give_up_s = clock() + timeout_s
+        while (lock := _take_lock(folder, place)) is None:
+            if clock() > give_up_s:
+                raise ControlError(
+                    f"{place}: another server of yours holds it; end that, or name another socket"
+                )
+            sleep(_PAUSE_S)
         try:
             yield
         finally:
@@ -41,25 +54,22 @@ def lock_socket(path: Path, timeout_s: float) -> Iterator[None]:
         os.close(folder)
 
 
-def _take_lock(folder: int, place: Path, deadline: float) -> int:
-    """The descriptor of the locked file."""
-    while True:
-        try:
-            lock = open_private(place.name, os.O_RDWR | os.O_CREAT, folder)
-        except OSError as error:
-            raise ControlError(
-                f"{place}: can not be locked: {error.strerror}. Remove it, or name a socket with --socket in "
-                "a folder that only you can write to"
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(place.name, dir_fd=folder).st_ino == os.fstat(lock).st_ino:
-                return lock
-        except OSError as error:  # held, or removed by its last holder before it was locked here
-            if error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
-                os.close(lock)
-                raise
-        os.close(lock)
-        if time.monotonic() > deadline:
-            raise ControlError(f"{place}: another server of yours holds it; end that, or name another socket")
-        time.sleep(_PAUSE_S)
+def _take_lock(folder: int, place: Path) -> int | None:
+    """Return the descriptor of the locked file; None if another process holds the lock."""
+    try:
+        lock = open_private(place.name, os.O_RDWR | os.O_CREAT, folder)
+    except OSError as error:
+        raise ControlError(
+            f"{place}: can not be locked: {error.strerror}. Remove it, or name a socket with --socket in "
+            "a folder that only you can write to"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(place.name, dir_fd=folder).st_ino == os.fstat(lock).st_ino:
+            return lock
+    except OSError as error:  # held, or removed by its last holder before it was locked here
+        if error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
+            os.close(lock)
+            raise
+    os.close(lock)
+    return None

@@ -33,8 +33,11 @@ class Deadlines:
         self._num_allowed: int = _FEW
 
     def push(self, ending: Ending) -> None:
-        """Note when it changes, if ever. Of several at one time, the one that was pushed first comes first."""
-        time = ending.changes_at
+        """Note when it changes, if ever. Of several at one time, the first that was pushed comes first."""
+        self.push_at(ending, ending.changes_at)
+
+    def push_at(self, ending: Ending, time: float) -> None:
+        """Note a time that counts once it is `changes_at`; until then, what was noted before counts."""
         if time == NEVER:
             return
         entries = self.entries

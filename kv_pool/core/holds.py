@@ -69,10 +69,8 @@ class Hold(Ending):
         "state",
     )
 
-    def __init__(
-        self, book: "BlockHolds", reason: str, is_movable: bool, until: float, is_quarantined_late: bool
-    ) -> None:
-        super().__init__(until)
+    def __init__(self, book: "BlockHolds", reason: str, is_movable: bool, is_quarantined_late: bool) -> None:
+        super().__init__(NEVER)
         self.reason: str = reason
         self.is_movable: bool = is_movable
         self.is_quarantined_late: bool = is_quarantined_late
@@ -140,8 +138,8 @@ class Hold(Ending):
         now = self._book.clock()
         if self.state is HoldState.QUARANTINED or not until > now:
             raise InvalidArgumentError(f"{self!r} cannot be extended to {until}: it is {now} now")
+        self._book.deadlines.push_at(self, until)
         self.changes_at = until
-        self._book.deadlines.push(self)
 
     def __enter__(self) -> "Hold":
         return self
@@ -258,18 +256,24 @@ class BlockHolds:
         """
         self.settle()
         listed = self.list_holdable(blocks, reason)
-        hold = Hold(self, reason, is_movable, until, is_quarantined_late)
+        hold = Hold(self, reason, is_movable, is_quarantined_late)
         opened = [hold]
-        self._open[hold] = None
-        if onto is not None:
-            onto += opened
+        held = dict.fromkeys(listed)
+        nothing: list[KVCacheBlock] = []
+        self.deadlines.push_at(hold, until)
         try:
-            self.take_references(hold, listed)
-            self.deadlines.push(hold)
-        except BaseException:
-            self.end(hold, HoldState.RELEASED)
+            if listed:
+                self._owner().touch_onto(listed, self._arriving)
+            # No call until the references are the hold's.
+            self._open[hold] = None
             if onto is not None:
-                onto.remove(hold)
+                onto += opened
+            hold._blocks = held
+            hold.changes_at = until
+            self._arriving = nothing
+        except BaseException:
+            self._open.pop(hold, None)
+            self.settle()
             raise
         return hold
 
@@ -280,21 +284,27 @@ class BlockHolds:
     def adopt(self, references: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
         """Open a hold that takes over references to distinct blocks; `references` is empty then."""
         self.settle()
-        hold = Hold(self, reason, False, NEVER, False)
+        hold = Hold(self, reason, False, False)
         opened = [hold]
         hold._blocks = dict.fromkeys(references)
-        references.clear()  # no call until the hold is in the book
-        self._open[hold] = None
-        onto += opened
+        try:  # no call until the references are the hold's, but an allocation may fail
+            self._open[hold] = None
+            onto += opened
+        except BaseException:
+            self._open.pop(hold, None)
+            raise
+        references.clear()
         return hold
 
     def hand_over(self, hold: Hold, onto: list[KVCacheBlock]) -> None:
         """End a hold; its references are the caller's, appended to `onto` in the same step."""
         hold._check_open()
+        self.settle()
         blocks = list(hold._blocks)
+        nothing: dict[KVCacheBlock, None] = {}
+        onto += blocks  # no call from here on
         del self._open[hold]
-        onto += blocks
-        hold._blocks = {}
+        hold._blocks = nothing
         hold.changes_at = NEVER
         hold.state = HoldState.RELEASED
 
@@ -355,10 +365,11 @@ class BlockHolds:
         self.settle()
         leaving = list(hold._blocks)
         leaving.reverse()
+        nothing: dict[KVCacheBlock, None] = {}
         try:
             del self._open[hold]
             self._leaving = leaving
-            hold._blocks = {}
+            hold._blocks = nothing
             hold.changes_at = NEVER
             hold.state = state
             self.settle()

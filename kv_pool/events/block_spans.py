@@ -21,6 +21,9 @@ MAX_GROWN_BLOCKS: Final = 16
 MIN_TRIMMED_BLOCKS: Final = 32
 """Shorter spans keep what they hold of removed blocks."""
 
+LEAST_INDEXED_BLOCKS: Final = 32
+"""Longer spans get an index of positions when a block between others is removed."""
+
 _encode: Final[Any] = Encoder().encode
 _decode: Final[Any] = Decoder().decode
 
@@ -208,3 +211,13 @@ def list_blocks(span: BlockSpan) -> list[tuple[ExternalBlockHash, ResidentBlock]
     return [
         (span.hashes[position], ResidentBlock(span, position)) for position in range(span.start, span.end)
     ]
+
+
+def find_position(span: BlockSpan, block_hash: Any) -> i32:
+    """Return where in the span's hashes this one is."""
+    if span.end - span.start < LEAST_INDEXED_BLOCKS:
+        return span.hashes.index(block_hash, span.start, span.end)
+    if span.positions is None:
+        span.positions = {one: position for position, one in enumerate(span.hashes)}
+    position: int = span.positions[block_hash]
+    return position

@@ -25,13 +25,14 @@ requests.
 
 from dataclasses import replace
 
-import xxhash
-
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import DecodedBatch, decode_lazily
+from kv_pool.events.growing_pause import GrowingPause
 from kv_pool.events.held_batches import HeldBatches
+from kv_pool.events.replayed_batches import ReplayedBatches, make_fingerprint
 from kv_pool.events.sequence_frames import MAX_SEQUENCE
+from kv_pool.events.snapshot_batch import is_snapshot
 from kv_pool.events.stream_items import (
     BatchesLost,
     ContinuityCounts,
@@ -42,8 +43,6 @@ from kv_pool.events.stream_items import (
     StreamItem,
 )
 
-_MAX_FINGERPRINTS = 100_000
-_HEAD_BYTES = 40
 _MAX_HEALING_WAITS = 64
 _FOLLOW_AT_ONCE = 64
 
@@ -72,9 +71,7 @@ class Continuity:
             None to ask at once.
 
     After an answer the batches that waited are handed on in portions: call `take_held` while `has_ready`.
-
-    Memory: at most `max_held` payloads of `max_held_bytes` together, and a fingerprint each of 100 000
-    replayed batches.
+    Memory: at most `max_held` payloads of `max_held_bytes` together, and what `ReplayedBatches` takes.
     """
 
     def __init__(
@@ -105,15 +102,10 @@ class Continuity:
         self._is_doubtful = False
         self._expected: int | None = None
         self._last_fingerprint: int | None = None
-        self._last_live: int | None = None
-        # Replayed batches that may still come live, by their bytes.
-        self._replayed: dict[int, int] = {}
-        # A replayed batch's number: live batches up to there are in a snapshot, or were called lost.
-        self._passed: int | None = None
+        self._replayed = ReplayedBatches()
         # The first sequence since which nothing was lost: 0 behind a clear, None when nothing came since.
         self._known_since: int | None = None
-        self._heal_at: float | None = None
-        self._heal_wait_s = replay_timeout_s
+        self._healing = GrowingPause(replay_timeout_s, _MAX_HEALING_WAITS * replay_timeout_s)
         if can_replay:
             self._settle_and_ask(now)
 
@@ -125,13 +117,12 @@ class Continuity:
     @property
     def is_recovering(self) -> bool:
         """Live batches wait for an answer; it may be that it was not asked for yet."""
-        is_waiting = self.request is not None and not self.request.is_healing
-        return is_waiting or self._settled_at is not None
+        return self._settled_at is not None or (self.request is not None and not self.request.is_healing)
 
     @property
     def is_incomplete(self) -> bool:
         """Requests were not answered, so batches may be missing; the publisher will be asked again."""
-        return self._heal_at is not None
+        return self._healing.due_s is not None
 
     @property
     def num_held(self) -> int:
@@ -147,7 +138,7 @@ class Continuity:
         """When `take_time` should be called if nothing comes before; None for never."""
         if self.request is not None:
             return self.request.deadline
-        times = [time for time in (self._settled_at, self._heal_at) if time is not None]
+        times = [time for time in (self._settled_at, self._healing.due_s) if time is not None]
         if self.silence_after_s is not None and not self.is_silent:
             times.append(self._last_life + self.silence_after_s)
         return min(times, default=None)
@@ -204,7 +195,7 @@ class Continuity:
             if sequence > (expected or 0):
                 items.append(self._lose(expected or 0, sequence - 1))
                 # What came live from before it is lost, too: it might be of a life before.
-                self._passed = sequence
+                self._replayed.pass_to(sequence)
             return items + self._hand_on(sequence, payload, True)
         # A hole inside an answer: what came live may fill it. If not, it was dropped on the way, or is a
         # number that was never sent; the next answer tells.
@@ -221,10 +212,10 @@ class Continuity:
         self._note_life(now)
         self.request = None
         if request.is_healing:  # the publisher has nothing to give
-            self._stop_healing()
+            self._healing.end()
             return []
-        if self._heal_at is not None:
-            self._heal_at = now  # requests are answered again
+        if self.is_incomplete:
+            self._healing.due_s = now  # requests are answered again
         is_empty = request.num_replies == 0 and self._expected is not None
         if is_empty and (request.is_overlapping or self._is_doubtful):
             # A publisher keeps at least its newest batch. This one never sent what we took last.
@@ -240,7 +231,7 @@ class Continuity:
                 return []
             if self._settled_at is not None and now >= self._settled_at:
                 return self._ask(now)
-            if self._heal_at is not None and now >= self._heal_at:
+            if self._healing.is_due(now):
                 self._ask_to_heal(now)
                 return []
             if self.can_replay:
@@ -260,7 +251,7 @@ class Continuity:
         if request.is_probe and not self._held:
             self._num_fruitless = 0
             return [self._fall_silent(now)]
-        self._plan_healing(now)
+        self._healing.plan(now)
         if self._is_doubtful and self._expected is not None:
             # Nobody says that this is the same life, so nothing of it may be relied upon.
             items = [self._begin_new_life()]
@@ -301,17 +292,13 @@ class Continuity:
         self, sequence: int, payload: bytes, now: float, has_waited: bool = False
     ) -> list[StreamItem]:
         """A live batch, and no request under way; or not any more, if it has waited for the answer."""
-        expected = self._expected
-        if expected is None:
-            return self._hand_on_or_recover(0, sequence, payload, now)
-        if sequence >= expected:
-            return self._hand_on_or_recover(expected, sequence, payload, now)
-        replayed = self._replayed.get(sequence)
-        if has_waited and replayed not in (None, make_fingerprint(payload)):
+        if self._expected is None or sequence >= self._expected:
+            return self._hand_on_or_recover(self._expected or 0, sequence, payload, now)
+        if has_waited and self._replayed.contradict(sequence, payload):
             self._counts.num_stale += 1  # the publisher, asked later, sent something else under this number
             return []
-        is_known = replayed == make_fingerprint(payload) or self._is_passed(sequence)
-        self._last_live = sequence
+        is_known = self._replayed.have(sequence, payload)
+        self._replayed.note_live(sequence)
         if is_known:
             self._counts.num_duplicates += 1
             return []
@@ -326,22 +313,18 @@ class Continuity:
                 return self._ask(now)
             items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
         items += self._hand_on(sequence, payload, False)
-        self._last_live = sequence
-        self._replayed.clear()
-        self._passed = None
+        self._replayed.note_live(sequence)
+        self._replayed.forget()
         return items
 
     def _hand_on(
         self, sequence: int, payload: bytes, is_replayed: bool, is_read_again: bool = False
     ) -> list[StreamItem]:
         self._expected = sequence + 1
-        fingerprint = make_fingerprint(payload)
-        self._last_fingerprint = fingerprint
+        self._last_fingerprint = make_fingerprint(payload)
         self._num_fruitless = 0
         if is_replayed:
-            if len(self._replayed) >= _MAX_FINGERPRINTS:
-                del self._replayed[next(iter(self._replayed))]
-            self._replayed[sequence] = fingerprint
+            self._replayed.add(sequence, self._last_fingerprint)
         try:
             batch = decode_lazily(payload)
         except EventStreamError:
@@ -357,9 +340,9 @@ class Continuity:
             self._known_since = 0
         elif self._known_since is None or is_read_again:
             self._known_since = sequence
-        if self._heal_at is not None and (is_read_again or self._known_since == 0):
+        if self.is_incomplete and (is_read_again or self._known_since == 0):
             self._counts.num_heals += 1
-            self._stop_healing()
+            self._healing.end()
         return [item]
 
     def _take_snapshot(self, sequence: int, payload: bytes) -> list[StreamItem]:
@@ -371,8 +354,7 @@ class Continuity:
         items += self._hand_on(sequence, payload, True)
         self._is_doubtful = False
         self._last_fingerprint = None  # not what the publisher has under this number
-        self._replayed.clear()
-        self._passed = sequence
+        self._replayed.forget(passed=sequence)
         self._counts.num_snapshots += 1
         return items
 
@@ -386,11 +368,10 @@ class Continuity:
             return self._take_snapshot(sequence, payload)
         if self._known_since is not None and sequence >= self._known_since:
             self.request = None  # the publisher has nothing older than what was handed on since the loss
-            self._stop_healing()
+            self._healing.end()
             return []
         request.is_healing = False
-        self._replayed.clear()
-        self._passed = sequence
+        self._replayed.forget(passed=sequence)
         return self._hand_on(sequence, payload, True, is_read_again=True)
 
     def _pass_filled(self, item: StreamItem, payload: bytes) -> None:
@@ -400,9 +381,9 @@ class Continuity:
         batch that is in it.
         """
         if isinstance(item, ReceivedBatch):
-            is_filled = self._passed == item.sequence - 1 and not item.batch.events
+            is_filled = self._replayed.passed == item.sequence - 1 and not item.batch.events
             if is_filled or is_snapshot(payload):
-                self._passed = item.sequence
+                self._replayed.pass_to(item.sequence)
 
     def _fill_from_held(self, end: int) -> list[StreamItem]:
         """Hand on what came live and is next, up to `end`, not included."""
@@ -413,25 +394,17 @@ class Continuity:
                 break
             if sequence == self._expected:
                 items += self._hand_on(sequence, payload, False)
-            elif self._replayed.get(sequence) != make_fingerprint(payload) and not self._is_passed(sequence):
+            elif not self._replayed.have(sequence, payload):
                 break
             self._held.pop()
-            self._last_live = sequence
+            self._replayed.note_live(sequence)
         return items
-
-    def _is_passed(self, sequence: int) -> bool:
-        """Was this live batch sent before what was replayed? Over one connection numbers only grow."""
-        if self._passed is None or sequence > self._passed:
-            return False
-        return self._last_live is None or sequence > self._last_live
 
     def _begin_new_life(self) -> StreamItem:
         self._expected = None
         self._last_fingerprint = None
         self._is_doubtful = False
-        self._last_live = None
-        self._replayed.clear()
-        self._passed = None
+        self._replayed.begin_new_life()
         self._num_fruitless = 0
         self._known_since = None
         self._counts.num_restarts += 1
@@ -456,17 +429,9 @@ class Continuity:
 
     def _ask_to_heal(self, now: float) -> None:
         """Ask for everything that the publisher has."""
-        self._plan_healing(now)
+        self._healing.plan(now)
         self.request = ReplayRequest(0, False, now + self.replay_timeout_s, is_healing=True)
         self._counts.num_requests += 1
-
-    def _plan_healing(self, now: float) -> None:
-        self._heal_at = now + self._heal_wait_s
-        self._heal_wait_s = min(2 * self._heal_wait_s, _MAX_HEALING_WAITS * self.replay_timeout_s)
-
-    def _stop_healing(self) -> None:
-        self._heal_at = None
-        self._heal_wait_s = self.replay_timeout_s
 
     def _settle_and_ask(self, now: float) -> None:
         if self._settle_s is None:
@@ -483,17 +448,3 @@ class Continuity:
         self.is_silent = True
         self._counts.num_silences += 1
         return PublisherSilent(now - self._last_life)
-
-
-def make_fingerprint(payload: bytes) -> int:
-    """Return a number that differs between payloads, to compare bytes that are not kept."""
-    return xxhash.xxh3_64_intdigest(payload)
-
-
-def is_snapshot(payload: bytes) -> bool:
-    """Does a batch begin with a clear? What comes before it does not matter then for the state after it.
-
-    Told by its first bytes, since snapshots can be large: a clear has no fields, so its name stands right
-    behind the time and the number of events, and no event is short enough for a second one to stand there.
-    """
-    return b"AllBlocksCleared" in payload[:_HEAD_BYTES]

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from kv_pool.events.rare_warnings import is_worth_logging
@@ -36,14 +37,25 @@ class LiveBacklog:
     span counts as unread until it was let go of. What several subscribers have not read counts once, as
     ZeroMQ holds it once.
 
+    Args:
+        clock, sleep: seconds.
+
     Attributes:
         num_dropped: subscribers that were disconnected.
 
     One thread, that of the socket.
     """
 
-    def __init__(self, sockets: PublisherSockets, max_unread_bytes: int) -> None:
+    def __init__(
+        self,
+        sockets: PublisherSockets,
+        max_unread_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self.num_dropped = 0
+        self._clock = clock
+        self._sleep = sleep
         self._sockets = sockets
         self._max_unread_bytes = max_unread_bytes
         self._since_mark = 0
@@ -75,8 +87,8 @@ class LiveBacklog:
                     self._max_unread_bytes,
                 )
             self._wait_for_less()
-            self._trim_at = time.monotonic() + _LOOK_AGAIN_S
-        if time.monotonic() >= self._trim_at:
+            self._trim_at = self._clock() + _LOOK_AGAIN_S
+        if self._clock() >= self._trim_at:
             self.free()
 
     @property
@@ -94,7 +106,7 @@ class LiveBacklog:
     def free(self) -> None:
         """Free what was held for connections that are closed, and give that memory back to the system."""
         self._sockets.live.getsockopt(zmq.EVENTS)  # this call frees it
-        if self._peak - self.count() >= GRAIN_BYTES or time.monotonic() >= self._trim_at:
+        if self._peak - self.count() >= GRAIN_BYTES or self._clock() >= self._trim_at:
             return_free_memory()
             self._peak = 0
             self._trim_at = float("inf")
@@ -102,9 +114,9 @@ class LiveBacklog:
     def _wait_for_less(self) -> None:
         """Wait until what was held for a closed connection is freed, for a moment at most."""
         num_before = self.count()
-        give_up_s = time.monotonic() + _LOOK_AGAIN_S
-        while self.count() == num_before and time.monotonic() < give_up_s:
-            time.sleep(0.001)
+        give_up_s = self._clock() + _LOOK_AGAIN_S
+        while self.count() == num_before and self._clock() < give_up_s:
+            self._sleep(0.001)
             self._sockets.live.getsockopt(zmq.EVENTS)  # this call frees it
 
 

@@ -21,6 +21,7 @@ from kv_pool.events.block_spans import (
     can_grow,
     copy_span,
     find_parent,
+    find_position,
     grow,
     pack_tokens,
     trim,
@@ -29,9 +30,6 @@ from kv_pool.ids import ExternalBlockHash
 
 NUM_SHARDS: Final = 256
 """Pieces in which the spans of a place are copied."""
-
-LEAST_INDEXED_BLOCKS: Final = 32
-"""Longer spans get an index of positions when a block between others is removed."""
 
 
 class Place(NamedTuple):
@@ -432,16 +430,6 @@ class PlaceBlocks:
                 return
         del self.children[parent]
         self.tails.discard(parent)
-
-
-def find_position(span: BlockSpan, block_hash: Any) -> i32:
-    """Return where in the span's hashes this one is."""
-    if span.end - span.start < LEAST_INDEXED_BLOCKS:
-        return span.hashes.index(block_hash, span.start, span.end)
-    if span.positions is None:
-        span.positions = {one: position for position, one in enumerate(span.hashes)}
-    position: int = span.positions[block_hash]
-    return position
 
 
 def list_children(children: Any) -> list[Any]:

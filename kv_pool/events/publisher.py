@@ -59,7 +59,8 @@ class ZMQEventPublisher:
         config: see `PublisherConfig`.
         state: changes what is sent, and knows what is resident; the publisher's alone from now on. None:
             events are sent as they are, and a replay request that is too old gets what is left, as in vLLM.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch, for the time in batches.
+        monotonic: seconds, for heartbeats, for readers that are too slow, and for the end.
 
     Attributes:
         endpoint, replay_endpoint: with the real port in place of 0.
@@ -76,10 +77,12 @@ class ZMQEventPublisher:
         config: PublisherConfig,
         state: ResidentState | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._state = state
         self._clock = clock
+        self._monotonic = monotonic
         self._encode = encode_batch_positional if config.positional else encode_batch
         self._topic = config.topic.encode()
 
@@ -109,7 +112,7 @@ class ZMQEventPublisher:
         self._num_events_failed = 0
 
         self._sockets = PublisherSockets(config)
-        self._backlog = LiveBacklog(self._sockets, config.max_unread_bytes)
+        self._backlog = LiveBacklog(self._sockets, config.max_unread_bytes, monotonic)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
@@ -123,6 +126,7 @@ class ZMQEventPublisher:
                 config,
                 self._encode,
                 clock,
+                monotonic,
             )
         if config.curve_secret_key_file is None and not (
             is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
@@ -227,7 +231,7 @@ class ZMQEventPublisher:
                 return
             with self._publishing:
                 self._is_closed = True
-                self._give_up_s = time.monotonic() + self.config.linger_s
+                self._give_up_s = self._monotonic() + self.config.linger_s
                 self._queue.put(_CLOSE)
             self._thread.join()
             self._sockets.end()
@@ -247,9 +251,9 @@ class ZMQEventPublisher:
 
     def _run(self) -> None:
         heartbeat_s = self.config.heartbeat_s or float("inf")
-        sent_s = time.monotonic()
+        sent_s = self._monotonic()
         while True:
-            left_s = max(0.0, sent_s + heartbeat_s - time.monotonic())
+            left_s = max(0.0, sent_s + heartbeat_s - self._monotonic())
             wait_s = min(left_s, self._backlog.look_again_s)
             try:
                 published = self._queue.get(timeout=wait_s if wait_s < float("inf") else None)
@@ -261,13 +265,13 @@ class ZMQEventPublisher:
                 beat: list[tuple[int, bytes]] = []
                 self._prepare(self._clock(), [], beat)
                 self._send(beat)
-                sent_s = time.monotonic()
+                sent_s = self._monotonic()
                 continue
             # What is queued is prepared first and sent together: ZeroMQ's thread is woken once for all of it.
             ready: list[tuple[int, bytes]] = []
             while published is not None:
                 number, ts, events = published
-                if time.monotonic() >= self._give_up_s:
+                if self._monotonic() >= self._give_up_s:
                     self._count_dropped(events)
                 else:
                     self._skip_to(number)
@@ -280,7 +284,7 @@ class ZMQEventPublisher:
                 except Empty:
                     break
             self._send(ready)
-            sent_s = time.monotonic()
+            sent_s = self._monotonic()
             if published is _CLOSE:
                 break
         self._close_sockets()

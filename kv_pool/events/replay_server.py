@@ -100,7 +100,9 @@ class ReplayServer:
         config: PublisherConfig,
         encode: Callable[[KVEventBatch], bytes],
         clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._monotonic = monotonic
         self.num_replays = 0
         self.num_snapshots = 0
         self.num_abandoned = 0
@@ -215,7 +217,7 @@ class ReplayServer:
             if len(self._readers) >= self._config.max_readers:
                 self._abandon(f"{len(self._readers)} readers wait for replays")
                 return
-            reader = self._readers[identity] = ReplayReader(identity, descriptor, time.monotonic())
+            reader = self._readers[identity] = ReplayReader(identity, descriptor, self._monotonic())
         if len(reader.starts) >= MAX_WAITING_REQUESTS:
             self._abandon("a reader asks again and again without reading")
             return
@@ -231,7 +233,7 @@ class ReplayServer:
     def _serve_readers(self) -> bool:
         """Send what there is room for, a few replies to each reader; False if there was none."""
         is_busy = False
-        now = time.monotonic()
+        now = self._monotonic()
         for reader in list(islice(self._readers.values(), MAX_ANSWERS)):
             if self._is_stopping:
                 break
@@ -295,7 +297,7 @@ class ReplayServer:
 
     def _drop_slow_readers(self) -> None:
         """Close the connections of readers that do not read; ZeroMQ then frees what it held for them."""
-        now = time.monotonic()
+        now = self._monotonic()
         for reader in list(self._readers.values()):
             reader.note_progress(now)
             if not reader.is_served or now < reader.find_deadline(self._config.slow_reader_s):
@@ -366,7 +368,7 @@ class ReplayServer:
         }
         if sum(map(len, payloads.values())) < self._config.max_unread_bytes:
             return False
-        reader.progress_s = time.monotonic()  # not to be blamed on this reader
+        reader.progress_s = self._monotonic()  # not to be blamed on this reader
         return True
 
     def _take_snapshot(self, state: ResidentState, number: int) -> SentBatch | None:

@@ -1,4 +1,4 @@
-"""A snapshot as one batch, encoded piece by piece."""
+"""A snapshot as one batch, encoded piece by piece; how a reader recognizes one."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,6 +6,8 @@ import msgspec
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.events.batch import KVEventBatch
+
+_HEAD_BYTES = 40
 
 
 def encode_in_pieces(
@@ -52,3 +54,12 @@ def _make_array_header(length: int) -> bytes:
     if length < 2**16:
         return b"\xdc" + length.to_bytes(2, "big")
     return b"\xdd" + length.to_bytes(4, "big")
+
+
+def is_snapshot(payload: bytes) -> bool:
+    """Does a batch begin with a clear? What comes before it does not matter then for the state after it.
+
+    Told by its first bytes, since snapshots can be large: a clear has no fields, so its name stands right
+    behind the time and the number of events, and no event is short enough for a second one to stand there.
+    """
+    return b"AllBlocksCleared" in payload[:_HEAD_BYTES]

@@ -1,34 +1,24 @@
 """`KVEventSubscriber`: a publisher's event stream over ZeroMQ, with what was missed fetched or named."""
 
-import asyncio
-import contextlib
-import socket
-import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from kv_pool.errors import EndpointError, EventStreamError, InvalidArgumentError
+from kv_pool.errors import EventStreamError, InvalidArgumentError
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
-from kv_pool.events.endpoints import check_endpoint, is_ipv6
-from kv_pool.events.sequence_frames import END_OF_REPLAY, MAX_SEQUENCE, pack_sequence, unpack_sequence
+from kv_pool.events.endpoints import check_endpoint
+from kv_pool.events.sequence_frames import END_OF_REPLAY, MAX_SEQUENCE, unpack_sequence
 from kv_pool.events.stream_items import ContinuityCounts, ReplayRequest, StreamItem
+from kv_pool.events.subscriber_sockets import READ_AT_ONCE, READ_BYTES_AT_ONCE, SubscriberSockets
 from kv_pool.events.zmq_module import zmq
 
 DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
 """Larger than a snapshot of 100,000 blocks of 128 tokens each, about 70 MB."""
-
-# What is read from a socket before items are handed on: enough to spread the cost of a turn, little enough
-# that decoded batches take little memory.
-_READ_AT_ONCE = 16
-_READ_BYTES_AT_ONCE = 2**18
-_REPLAY_HWM = 1000
-_FIRST_RECONNECT_S = 0.2
-_MAX_RECONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +72,7 @@ class KVEventSubscriber:
             connected to again: batches are lost live and asked for, a larger snapshot is never received.
         curve: keys, where the publisher encrypts.
         context: a ZeroMQ context to use, for inproc endpoints; its own if None.
+        clock: seconds of any clock that only goes forward.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
@@ -106,19 +97,17 @@ class KVEventSubscriber:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         curve: CurveKeys | None = None,
         context: "zmq.Context[Any] | None" = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_endpoint(endpoint)
         if replay_endpoint is not None:
             check_endpoint(replay_endpoint)
         check_bounds(max_held=max_held, max_held_bytes=max_held_bytes, max_message_bytes=max_message_bytes)
         self.replay_endpoint = replay_endpoint
-        self._max_message_bytes = max_message_bytes
-        self._curve = curve
-        self._owns_context = context is None
-        self._context: zmq.Context[Any] = zmq.Context() if context is None else context
+        self._clock = clock
         self._machine = Continuity(
             replay_endpoint is not None,
-            time.monotonic(),
+            clock(),
             replay_timeout_s,
             max_attempts,
             silence_after_s,
@@ -127,27 +116,18 @@ class KVEventSubscriber:
         )
         self._ready: deque[StreamItem] = deque()
         self._asked: ReplayRequest | None = None
-        self._replay: zmq.SyncSocket | None = None
         self._num_connections = 0
         self._num_unreadable = 0
-        self._binds = binds
-        self._reconnect_at: float | None = None
-        self._reconnect_wait_s = _FIRST_RECONNECT_S
-        # `close` from another thread or task wakes whoever waits, who then closes the sockets.
+        # `close` from another thread or task wakes an iteration that waits; that one then closes the sockets.
         self._lock = threading.Lock()
         self._is_iterating = False
         self._is_closing = False
         self._is_closed = False
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._live: zmq.SyncSocket = self._context.socket(zmq.SUB)
-        self._monitor: zmq.SyncSocket | None = None
+        self._sockets = SubscriberSockets(
+            endpoint, topic, binds, hwm, max_message_bytes, curve, context, clock
+        )
+        self.endpoint = self._sockets.endpoint
         try:
-            self._live.setsockopt(zmq.RCVHWM, hwm)
-            self._monitor = self._live.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            )
-            self.endpoint = self._attach(self._live, endpoint, binds)
-            self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
             self._send_request()
         except BaseException:
             self._close_sockets()
@@ -179,7 +159,7 @@ class KVEventSubscriber:
         try:
             while not self._ready:
                 if not self._read():
-                    await self._wait_async(self._find_wait_s())
+                    await self._sockets.wait_async(self._find_wait_s())
                 if self._is_closing:
                     raise StopAsyncIteration
             return self._ready.popleft()
@@ -191,12 +171,12 @@ class KVEventSubscriber:
         if not self._begin_iterating():
             return []
         try:
-            give_up = time.monotonic() + timeout_s
+            give_up = self._clock() + timeout_s
             while not self._ready and not self._is_closing:
-                left_s = max(0.0, give_up - time.monotonic())
+                left_s = max(0.0, give_up - self._clock())
                 wait_s = self._find_wait_s()
                 self._wait_and_read(left_s if wait_s is None else min(wait_s, left_s))
-                if time.monotonic() >= give_up:
+                if self._clock() >= give_up:
                     break
             items = list(self._ready)
             self._ready.clear()
@@ -225,7 +205,7 @@ class KVEventSubscriber:
                 return
             self._is_closing = True
             if self._is_iterating:
-                self._wake_writer.send(b"x")
+                self._sockets.wake()
                 return
         self._close_sockets()
 
@@ -261,80 +241,38 @@ class KVEventSubscriber:
     def _find_wait_s(self) -> float | None:
         if self._machine.has_ready:
             return 0.0
-        times = [one for one in (self._machine.deadline, self._reconnect_at) if one is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
-    def _sockets(self) -> list["zmq.SyncSocket"]:
-        return [one for one in (self._monitor, self._live, self._replay) if one is not None]
+        times = [one for one in (self._machine.deadline, self._sockets.reconnect_at) if one is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
 
     def _wait_and_read(self, wait_s: float | None) -> None:
-        if self._read():
-            return
-        poller = zmq.Poller()
-        for one in self._sockets():
-            poller.register(one, zmq.POLLIN)
-        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        # Rounded up, since waking a moment too early would mean to turn around for nothing.
-        poller.poll(None if wait_s is None else int(wait_s * 1000) + 1)
-        self._read()
-
-    async def _wait_async(self, wait_s: float | None) -> None:
-        """Until a socket may have something. ZeroMQ's descriptors say so, without sockets of another kind."""
-        loop = asyncio.get_running_loop()
-        has_news = asyncio.Event()
-        descriptors: list[Any] = [self._wake_reader.fileno(), *(one.FD for one in self._sockets())]
-        for descriptor in descriptors:
-            loop.add_reader(descriptor, has_news.set)
-        try:
-            # A descriptor tells of changes only: what came before it was watched has to be looked for.
-            if not any(int(one.EVENTS) & zmq.POLLIN for one in self._sockets()):
-                await asyncio.wait_for(has_news.wait(), wait_s)
-        except TimeoutError:
-            pass
-        finally:
-            for descriptor in descriptors:
-                loop.remove_reader(descriptor)
+        if not self._read():
+            self._sockets.wait(wait_s)
+            self._read()
 
     def _read(self) -> bool:
         """Take some of what has arrived, without waiting. True if there was anything, or there is an item."""
         if self._machine.has_ready:
-            self._take(self._machine.take_held(time.monotonic()))
+            self._take(self._machine.take_held(self._clock()))
             return True
-        arrived: list[list[bytes]] = []
-        num_bytes = 0
-        while len(arrived) < _READ_AT_ONCE and num_bytes < _READ_BYTES_AT_ONCE:
-            message = receive(self._live)
-            if message is None:
-                break
-            arrived.append(message)
-            num_bytes += len(message[-1])
-        num_read = len(arrived)
-        # After them, and told before them: what comes over a new connection may be of a new life.
-        while self._monitor is not None and (event := receive(self._monitor)) is not None:
-            num_read += 1
-            if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
-                self._plan_reconnect()
-                continue
+        messages, num_connections, has_any = self._sockets.read()
+        # Before the messages: what comes over a new connection may be of a new life.
+        for _ in range(num_connections):
             self._num_connections += 1
-            self._reconnect_at = None
-            self._take(self._machine.take_connected(time.monotonic()))
-        if arrived:
-            self._reconnect_wait_s = _FIRST_RECONNECT_S
-        for message in arrived:
+            self._take(self._machine.take_connected(self._clock()))
+        for message in messages:
             self._take_live(message)
         num_replies = num_bytes = 0
-        while num_replies < _READ_AT_ONCE and num_bytes < _READ_BYTES_AT_ONCE:
+        while num_replies < READ_AT_ONCE and num_bytes < READ_BYTES_AT_ONCE:
             # Taking a reply may end the request, and with it its socket.
-            message = receive(self._replay) if self._replay is not None else None
-            if message is None:
+            reply = self._sockets.read_reply()
+            if reply is None:
                 break
             num_replies += 1
-            num_bytes += len(message[-1])
-            self._take_reply(message)
-        if self._reconnect_at is not None and time.monotonic() >= self._reconnect_at:
-            self._reconnect()
-        self._take(self._machine.take_time(time.monotonic()))
-        return num_read + num_replies > 0 or bool(self._ready)
+            num_bytes += len(reply[-1])
+            self._take_reply(reply)
+        self._sockets.reconnect_if_due()
+        self._take(self._machine.take_time(self._clock()))
+        return has_any or num_replies > 0 or bool(self._ready)
 
     def _take(self, items: list[StreamItem]) -> None:
         self._ready.extend(items)
@@ -351,10 +289,10 @@ class KVEventSubscriber:
         except EventStreamError:
             self._num_unreadable += 1
             return
-        self._take(self._machine.take_live(sequence, frames[2], time.monotonic()))
+        self._take(self._machine.take_live(sequence, frames[2], self._clock()))
 
     def _take_reply(self, frames: list[bytes]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         try:
             # With the topic since vLLM 0.26, without it before.
             if len(frames) not in (3, 4) or frames[0]:
@@ -369,71 +307,17 @@ class KVEventSubscriber:
         self._take(self._machine.take_replayed(sequence, frames[-1], now))
 
     def _send_request(self) -> None:
-        """Ask what the machine wants asked, over a connection of its own, and nothing else any more."""
+        """Request what the machine wants requested, and nothing else any more."""
         request = self._machine.request
         self._asked = request
-        if self._replay is not None:
-            self._replay.close(linger=0)
-            self._replay = None
-        if request is None or self.replay_endpoint is None:
-            return
-        self._replay = self._context.socket(zmq.DEALER)
-        self._replay.setsockopt(zmq.LINGER, 0)
-        # Beyond this the publisher's side waits: a ROUTER keeps a whole replay for its reader.
-        self._replay.setsockopt(zmq.RCVHWM, _REPLAY_HWM)
-        self._attach(self._replay, self.replay_endpoint, False)
-        self._replay.send_multipart([b"", pack_sequence(request.start)])
-
-    def _plan_reconnect(self) -> None:
-        """Connect again soon, unless ZeroMQ does: it does not after a message beyond the size limit."""
-        if not self._binds and self._reconnect_at is None:
-            self._reconnect_at = time.monotonic() + self._reconnect_wait_s
-            self._reconnect_wait_s = min(2 * self._reconnect_wait_s, _MAX_RECONNECT_S)
-
-    def _reconnect(self) -> None:
-        self._reconnect_at = None
-        with contextlib.suppress(zmq.ZMQError):  # ZeroMQ has given this connection up itself
-            self._live.disconnect(self.endpoint)
-        self._live.connect(self.endpoint)
-
-    def _attach(self, one: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
-        """Connect or bind; the endpoint with its real port."""
-        try:
-            one.setsockopt(zmq.LINGER, 0)
-            one.setsockopt(zmq.IPV6, is_ipv6(endpoint))
-            one.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-            if self._curve is not None:
-                one.curve_serverkey = self._curve.server_public_key
-                one.curve_publickey = self._curve.public_key
-                one.curve_secretkey = self._curve.secret_key
-            if not binds:
-                one.connect(endpoint)
-                return endpoint
-            one.bind(endpoint)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EINVAL and self._curve is not None:
-                raise InvalidArgumentError(
-                    f"keys of {endpoint}: {error}; they are 40 bytes of Z85"
-                ) from error
-            verb = "bind" if binds else "connect to"
-            raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}") from error
-        return bytes(one.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self._sockets.ask(self.replay_endpoint, None if request is None else request.start)
 
     def _close_sockets(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = self._is_closing = True
-        if self._monitor is not None:
-            self._live.disable_monitor()
-            self._monitor.close(linger=0)
-        for one in (self._live, self._replay):
-            if one is not None:
-                one.close(linger=0)
-        self._wake_reader.close()
-        self._wake_writer.close()
-        if self._owns_context:
-            self._context.term()
+        self._sockets.close()
 
 
 def check_bounds(**bounds: int) -> None:
@@ -441,17 +325,3 @@ def check_bounds(**bounds: int) -> None:
     for name, bound in bounds.items():
         if bound < 1:
             raise InvalidArgumentError(f"{name} is {bound}; it is at least 1")
-
-
-def receive(one: "zmq.SyncSocket") -> list[bytes] | None:
-    """The next message of a socket, None if there is none yet."""
-    try:
-        frame = one.recv(zmq.NOBLOCK, copy=False, track=False)
-    except zmq.Again:
-        return None
-    # Not `recv_multipart`, which takes 1 µs for each frame to ask the socket whether another one follows.
-    frames = [frame.bytes]
-    while frame.more:
-        frame = one.recv(copy=False, track=False)
-        frames.append(frame.bytes)
-    return frames

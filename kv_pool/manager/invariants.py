@@ -19,8 +19,8 @@ Leases
     L3  a block that is being written has one lease, and no hash
 
 T1 to T7 hold between two steps, when each request's `num_computed_tokens` counts all that was written; T8
-between the last `allocate_slots` of a step and the step; L whenever no method is running.
-`check_manager(manager, requests)` and the others raise CorruptedPoolError that names the first one that fails. Never compiled: for tests, and for whoever changes the manager.
+between the last `allocate_slots` of a step and the step; L whenever no method is running. The checks raise
+CorruptedPoolError that names the first one that fails. Never compiled.
 """
 
 from collections import Counter

@@ -613,8 +613,10 @@ class KVCacheManager:
         request_id = get_request_id("request", request)
         tables = self._tables_of(request_id)
         retention = self.retention
-        if retention is not None and not retention.is_active:
-            retention = None
+        if retention is not None:
+            retention.expire()
+            if not retention.is_active:
+                retention = None
         try:
             self._is_leaving = True
             self._unsettled = tables
@@ -706,7 +708,7 @@ class KVCacheManager:
         return self.block_pool.take_onto(blocks, num_blocks)
 
     def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks that are in no table; `blocks` is empty afterwards, as after `BlockPool.free_out_of`."""
+        """Free blocks that are in no table; `blocks` is empty afterwards: `BlockPool.free_out_of`."""
         if len(self.copies):
             self.copies.drop(blocks)
         self.block_pool.free_out_of(blocks)

@@ -109,7 +109,7 @@ class BlockLeases:
         >>> pool.get_num_free_blocks()
         9
 
-    A lease to **read** (the source of a transfer) may expire: `expire` drops its references, and a late reader
+    A lease to **read** (the source of a transfer) may expire: `expire` drops its references; a late reader
     reads other content, which checksums and generations detect. A lease to **write** (the target) may not:
     the end of a request does not stop bytes in flight. When its deadline has passed it is quarantined, which
     is reported and listed; its blocks are released only by `give_back`, once the transfer is known to be over

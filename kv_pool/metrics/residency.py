@@ -3,7 +3,7 @@
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,25 +29,31 @@ class KVCacheEvictionEvent:
     reuse_gaps_seconds: tuple[float, ...]
 
 
-class BlockMetricsState:
-    """The stay of one sampled block, in monotonic nanoseconds. Being handed out is not an access."""
+def _read_clock() -> int:
+    """Return the monotonic clock's nanoseconds; `time` is asked at each call, as vLLM's tests replace it."""
+    return time.monotonic_ns()
 
-    def __init__(self) -> None:
-        now_ns = time.monotonic_ns()
+
+class BlockMetricsState:
+    """The stay of one sampled block, in nanoseconds of `clock_ns`. Being handed out is not an access."""
+
+    def __init__(self, clock_ns: Callable[[], int] = _read_clock) -> None:
+        self._clock_ns = clock_ns
+        now_ns = clock_ns()
         self.birth_time_ns = now_ns
         self.last_access_ns = now_ns
         self.access_history: deque[int] = deque(maxlen=_MAX_ACCESSES_KEPT)
 
     def record_access(self) -> None:
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock_ns()
         self.last_access_ns = now_ns
         self.access_history.append(now_ns)
 
     def get_lifetime_seconds(self) -> float:
-        return (time.monotonic_ns() - self.birth_time_ns) / 1e9
+        return (self._clock_ns() - self.birth_time_ns) / 1e9
 
     def get_idle_time_seconds(self) -> float:
-        return (time.monotonic_ns() - self.last_access_ns) / 1e9
+        return (self._clock_ns() - self.last_access_ns) / 1e9
 
     def get_reuse_gaps_seconds(self) -> list[float]:
         times = list(self.access_history)
@@ -66,13 +72,20 @@ class KVCacheMetricsCollector:
         sample_rate: share of hand-outs that is followed, above 0 up to 1.
         sample_type: the class of the samples, where the engine has its own: called with the fields of
             `KVCacheEvictionEvent` in their order.
+        clock_ns: nanoseconds.
     Raises:
         InvalidArgumentError: a rate outside that range.
 
     Implements `BlockObserver`. Contract: vLLM 0.33 `KVCacheMetricsCollector`.
     """
 
-    def __init__(self, sample_rate: float = 0.01, sample_type: Any = KVCacheEvictionEvent) -> None:
+    def __init__(
+        self,
+        sample_rate: float = 0.01,
+        sample_type: Any = KVCacheEvictionEvent,
+        *,
+        clock_ns: Callable[[], int] = _read_clock,
+    ) -> None:
         if not 0 < sample_rate <= 1:
             raise InvalidArgumentError(
                 f"sample_rate is {sample_rate}; it is a share of the blocks, above 0 up to 1"
@@ -80,6 +93,7 @@ class KVCacheMetricsCollector:
         self.sample_rate = sample_rate
         self.block_metrics: dict[int, BlockMetricsState] = {}
         self._sample_type = sample_type
+        self._clock_ns = clock_ns
         self._events: list[KVCacheEvictionEvent] = []
 
     def should_sample_block(self) -> bool:
@@ -88,7 +102,7 @@ class KVCacheMetricsCollector:
     def on_block_allocated(self, block: KVCacheBlock) -> None:
         """Start to follow the block, if the dice say so."""
         if self.should_sample_block():
-            self.block_metrics[block.block_id] = BlockMetricsState()
+            self.block_metrics[block.block_id] = BlockMetricsState(self._clock_ns)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
         """Note a hit on a block that is followed."""

@@ -7,6 +7,28 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.swap.swapper import BlockSwapper
+from kv_pool.replay.option import Option
+
+EVENTS_PANEL = "Events"
+
+PUBLISH = Option(
+    "Send the pool's events from here, such as tcp://127.0.0.1:5557, port 0 for a free one; "
+    "kv-pool events shows them. Token ids are those of the trace; where it has hash ids instead, an id "
+    "stands for each of its tokens, and 0 for generated ones.",
+    metavar="ENDPOINT",
+    panel=EVENTS_PANEL,
+)
+PUBLISH_REPLAY = Option(
+    "Where readers ask for events that they missed, such as tcp://127.0.0.1:5657.",
+    metavar="ENDPOINT",
+    panel=EVENTS_PANEL,
+)
+PUBLISH_CONFIG = Option(
+    "A TOML file whose table [publisher] says how to send: topic, heartbeat_s, hwm, CURVE keys and "
+    "whatever else PublisherConfig has; the two options above win over its endpoints.",
+    metavar="FILE",
+    panel=EVENTS_PANEL,
+)
 
 _MAX_QUEUED = 64
 _SECONDS_BETWEEN_LOOKS = 0.001

@@ -2,7 +2,7 @@
 
 from kv_pool.ids import BlockHash
 from kv_pool.replay.report import InfiniteCache
-from kv_pool.replay.simulator import ReplaySettings, find_block_size, open_trace, read_requests
+from kv_pool.replay.settings import ReplaySettings, find_block_size
 
 
 def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
@@ -10,14 +10,14 @@ def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
 
     Trace, limit, block size and convention count; capacities, clock and groups do not.
     Raises:
-        TraceError: the trace can not be read.
+        TraceError: the trace cannot be read.
     """
-    trace = open_trace(settings)
+    trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)
     cached: set[BlockHash] = set()
     found = InfiniteCache()
     num_blocks = num_tokens = 0
-    for request in read_requests(trace, block_size, settings):
+    for request in settings.read_requests(trace, block_size):
         num_hits = 0
         for block_hash in request.block_hashes[: request.max_hit_tokens // block_size]:
             if block_hash not in cached:

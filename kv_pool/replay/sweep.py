@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from kv_pool.errors import InvalidArgumentError, KVPoolError, OutOfThreadsError, WorkerLostError
 from kv_pool.replay.infinite_cache import count_infinite_hits
 from kv_pool.replay.report import InfiniteCache, ReplayReport
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
 from kv_pool.threads import start_thread, submit
 
 _Job = tuple[Callable[[ReplaySettings], ReplayReport | InfiniteCache], ReplaySettings]

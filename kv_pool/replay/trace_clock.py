@@ -4,41 +4,12 @@ other's way."""
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.host_swap import HostSwap
+from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.tally import Tally
-
-
-@dataclass(frozen=True)
-class EngineRates:
-    """The engine that the trace clock imagines.
-
-    Attributes:
-        prefill_tokens_per_s: prompts, or parts of them in turn, are computed one after another at this rate.
-        decode_tokens_per_s: each running request generates at this rate.
-        max_running: requests that run at once.
-        speedup: arrivals come this many times faster than in the trace.
-        copy_bytes_per_s: between device and host, in both directions together.
-        disk_bytes_per_s: between host and disk, in both directions together.
-    """
-
-    prefill_tokens_per_s: float = 50_000.0
-    decode_tokens_per_s: float = 30.0
-    max_running: int = 256
-    speedup: float = 1.0
-    copy_bytes_per_s: float = 25e9
-    disk_bytes_per_s: float = 5e9
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not 0 < value < float("inf"):
-                raise InvalidArgumentError(f"{name} is {value}; it is above 0")
-
+from kv_pool.replay.settings import EngineRates
 
 _WHOLE_PROMPTS = PromptSteps()
 
@@ -54,20 +25,18 @@ class TraceClock:
 
     Args:
         steps: how prompts are cut up. While one waits for its next step, others have theirs.
-        swap: copies preempted requests to the host where that is better; without it all are computed anew.
     """
 
     def __init__(
         self,
-        tally: Tally,
+        driver: ReplayDriver,
         rates: EngineRates,
         steps: PromptSteps = _WHOLE_PROMPTS,
-        swap: HostSwap | None = None,
     ) -> None:
-        self.tally = tally
+        self.driver = driver
+        self.report = driver.tally.report
         self.rates = rates
         self._steps = steps
-        self._swap = swap
         self._now_ms = 0.0
         self._prefill_free_ms = 0.0
         self._waiting: deque[ReplayRequest] = deque()
@@ -90,7 +59,7 @@ class TraceClock:
     def run(
         self,
         requests: Iterable[ReplayRequest],
-        on_request: Callable[[Tally], None],
+        on_request: Callable[[], None],
         on_step: Callable[[], None] | None = None,
     ) -> ReplayReport:
         """Replay all requests to their end.
@@ -105,7 +74,7 @@ class TraceClock:
             if coming is not None and (not self._due or coming.arrival_ms <= self._due[0][0]):
                 self._advance(coming.arrival_ms)
                 self._receive(coming)
-                on_request(self.tally)
+                on_request()
                 coming = next(arrivals, None)
             else:
                 due_ms, _, request_id, admission, num_tokens = heapq.heappop(self._due)
@@ -117,15 +86,15 @@ class TraceClock:
                     on_step()
             self._admit()
         simulated_ms = self._now_ms - (self._first_ms or 0.0)
-        self.tally.report.simulated_ms = simulated_ms
-        self.tally.report.mean_running = self._running_ms / simulated_ms if simulated_ms else 0.0
-        return self.tally.finish(self._block_ms / simulated_ms if simulated_ms else 0.0)
+        self.report.simulated_ms = simulated_ms
+        self.report.mean_running = self._running_ms / simulated_ms if simulated_ms else 0.0
+        return self.driver.finish(self._block_ms / simulated_ms if simulated_ms else 0.0)
 
     def _arrive(self, requests: Iterable[ReplayRequest]) -> Iterator[ReplayRequest]:
         last_ms = 0.0
         for request in requests:
             if request.arrival_ms < last_ms:
-                self.tally.report.late_requests += 1
+                self.report.late_requests += 1
                 request.arrival_ms = last_ms
             last_ms = request.arrival_ms
             request.arrival_ms /= self.rates.speedup
@@ -134,13 +103,13 @@ class TraceClock:
     def _advance(self, to_ms: float) -> None:
         if self._first_ms is None:
             self._first_ms = to_ms
-        self._block_ms += self.tally.num_blocks_in_use * (to_ms - self._now_ms)
+        self._block_ms += self.driver.num_blocks_in_use * (to_ms - self._now_ms)
         self._running_ms += len(self._running) * (to_ms - self._now_ms)
         self._now_ms = to_ms
-        self.tally.set_time(to_ms)
+        self.driver.set_time(to_ms)
 
     def _receive(self, request: ReplayRequest) -> None:
-        if self.tally.count_request(request, request.num_tokens + request.num_output_left):
+        if self.driver.receive(request, request.num_tokens + request.num_output_left):
             self._waiting.append(request)
             self._waited_ms[request.request_id] = -self._now_ms
 
@@ -149,26 +118,27 @@ class TraceClock:
         # cached is back at once, preempts itself again, and time stands still.
         if self._running and self._now_ms <= self._preempted_ms:
             return
+        swap = self.driver.swap
         while self._waiting and len(self._running) < self.rates.max_running:
             request = self._waiting[0]
-            if self._swap is not None and self._swap.holds(request):
-                copied_ms = self._swap.bring_back(request, self._count_next(request), self._now_ms)
+            if swap is not None and swap.holds(request):
+                copied_ms = swap.bring_back(request, self._count_next(request), self._now_ms)
                 if copied_ms is None:
                     return
                 self._run(request)
                 self._plan(request, copied_ms, 0)
             else:
-                found = self.tally.look_up(request)
+                found = self.driver.look_up(request)
                 num_tokens = self._steps.count_next(found.num_tokens, request.num_tokens)
-                if not self.tally.begin(request, num_tokens, found):
+                if not self.driver.begin(request, num_tokens, found):
                     return
                 if request.request_id not in self._admissions:
-                    self.tally.count_hit(request, found)
+                    self.driver.count_hit(request, found)
                 num_lost = self._num_lost_tokens.pop(request.request_id, 0)
-                self.tally.report.tokens_recomputed += max(0, num_lost - found.num_tokens)
+                self.report.tokens_recomputed += max(0, num_lost - found.num_tokens)
                 self._run(request)
-                if self._is_reading(request):
-                    self._plan(request, self._copy(), 0)
+                if self.driver.is_reading(request):
+                    self._plan(request, self.driver.copy(self._now_ms), 0)
                 else:
                     request.num_computed_tokens = found.num_tokens
                     self._prefill(request, num_tokens)
@@ -180,12 +150,11 @@ class TraceClock:
         self._running[request.request_id] = request
         self._sequence += 1
         self._admissions[request.request_id] = self._sequence
-        report = self.tally.report
-        report.peak_running = max(report.peak_running, len(self._running))
+        self.report.peak_running = max(self.report.peak_running, len(self._running))
 
     def _prefill(self, request: ReplayRequest, num_tokens: int) -> None:
         """Compute so many tokens of the prompt when those before it are computed."""
-        start_ms = max(self._copy(), self._prefill_free_ms)
+        start_ms = max(self.driver.copy(self._now_ms), self._prefill_free_ms)
         self._prefill_free_ms = start_ms + 1000 * num_tokens / self.rates.prefill_tokens_per_s
         self._plan(request, self._prefill_free_ms, num_tokens)
 
@@ -197,20 +166,19 @@ class TraceClock:
 
     def _step(self, request: ReplayRequest, num_tokens: int) -> None:
         """The request has computed or generated `num_tokens`, or was read: end it, or let it go on."""
-        if self.tally.tiers is not None and self.tally.tiers.is_reading(request):
-            self.tally.tiers.finish(request)
+        self.driver.finish_reading(request)
         if request.num_computed_tokens < request.num_tokens:
             request.num_computed_tokens += num_tokens
         elif num_tokens:
             request.append_output(num_tokens)
-            self.tally.report.tokens_out += num_tokens
-            self.tally.manager.cache_blocks(request, request.num_tokens)
+            self.report.tokens_out += num_tokens
+            self.driver.manager.cache_blocks(request, request.num_tokens)
             request.num_computed_tokens = request.num_tokens
         num_next = self._count_next(request)
         if not num_next:
             self._end(request)
             return
-        while not self.tally.allocate(request, num_next):
+        while not self.driver.allocate(request, num_next):
             victim = self._running[next(reversed(self._running))]
             self._preempt(victim)
             if victim is request:
@@ -218,37 +186,26 @@ class TraceClock:
         if request.num_computed_tokens < request.num_tokens:
             self._prefill(request, num_next)
         else:
-            self._plan(request, self._copy() + 1000 * num_next / self.rates.decode_tokens_per_s, num_next)
-
-    def _is_reading(self, request: ReplayRequest) -> bool:
-        return self.tally.tiers is not None and self.tally.tiers.is_reading(request)
-
-    def _copy(self) -> float:
-        """When the copies to and from tiers are done that were asked for just now; now, if there are none."""
-        return self._now_ms if self.tally.tiers is None else self.tally.tiers.copy(self._now_ms)
+            self._plan(
+                request,
+                self.driver.copy(self._now_ms) + 1000 * num_next / self.rates.decode_tokens_per_s,
+                num_next,
+            )
 
     def _count_next(self, request: ReplayRequest) -> int:
         """Tokens of the request's next step: a part of the prompt, or output until a block is full."""
         if request.num_computed_tokens < request.num_tokens:
             return self._steps.count_next(request.num_computed_tokens, request.num_tokens)
-        block_size = self.tally.manager.block_size
+        block_size = self.driver.manager.block_size
         return min(request.num_output_left, block_size - request.num_tokens % block_size)
 
     def _end(self, request: ReplayRequest) -> None:
-        waited_ms = self._waited_ms.pop(request.request_id)
-        self.tally.count_wait(waited_ms)
-        self.tally.end(request, waited_ms, self._now_ms)
+        self.driver.end(request, self._now_ms, self._waited_ms.pop(request.request_id))
         del self._running[request.request_id]
         del self._admissions[request.request_id]
 
     def _preempt(self, request: ReplayRequest) -> None:
-        if self.tally.tiers is not None and self.tally.tiers.is_reading(request):
-            self.tally.tiers.give_up(request)
-        elif self._swap is None or not self._swap.take_out(request, self._now_ms):
-            self.tally.free(request)
-            self._num_lost_tokens[request.request_id] = request.num_computed_tokens
-            request.num_computed_tokens = 0
-        self.tally.count_preemption(request)
+        self._num_lost_tokens[request.request_id] = self.driver.preempt(request, self._now_ms)
         self._preempted_ms = self._now_ms
         del self._running[request.request_id]
         self._admissions[request.request_id] = 0

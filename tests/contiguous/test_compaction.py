@@ -85,26 +85,31 @@ def test_a_cached_target_is_evicted_before_it_is_copied_over():
         ([(0, 2)], InvalidBlockError, "C3"),
         ([(4, 0)], InvalidBlockError, "C3"),
         ([(4, 9)], InvalidBlockError, "C3"),
-        ([(7, 2)], InvalidBlockError, "C3: block 7 is pinned"),
-        ([(4, 8)], InvalidBlockError, "C3: block 8 is pinned"),
+        ([(7, 2)], InvalidBlockError, "C3: block 7 is held by a test: it cannot be moved"),
+        ([(4, 8)], InvalidBlockError, "C3: block 8 is watched until its reuse"),
+        ([(8, 2)], InvalidBlockError, "C3: block 8 is watched until its reuse"),
     ],
 )
 def test_a_move_that_may_not_be_moves_nothing(pairs, error, broken):
-    pool, engine = make_engine()
+    pool, engine = make_engine("free: 2 3* 6 | in use: 1* 4*x2 5 7 8")
+    pool.hold(blocks(pool, 7), "held by a test")
+    pool.hold(blocks(pool, 4), "held, and moved", movable=True)
+    pool.unpin_blocks(blocks(pool, 8), print)
     before = invariants.Snapshot(pool)
     with pytest.raises(error, match=broken):
-        apply_moves(pool, moves(*pairs), engine.copy, pinned={7, 8})
+        apply_moves(pool, moves(*pairs), engine.copy)
     assert engine.copies == []
     invariants.check_nothing_moved(before, pool)
 
 
-def test_content_that_somebody_waits_for_is_never_a_target():
+def test_blocks_of_a_hold_that_lets_them_move_keep_their_content_and_reference():
     pool, engine = make_engine("free: 1 | in use: 2 3")
-    pool.unpin_blocks(blocks(pool, 2), print)
-    with pytest.raises(InvalidBlockError, match="C2: block 2 has a reuse watcher"):
-        apply_moves(pool, moves((3, 2)), engine.copy)
+    hold = pool.hold(blocks(pool, 2), "a table", movable=True)
+    moved = pool.blocks[2]
     apply_moves(pool, moves((2, 1)), engine.copy)
-    assert list(pool.get_watched_ids()) == [1]
+    assert (hold.blocks, moved.block_id, moved.ref_cnt) == ([moved], 1, 2)
+    assert engine.read(hold.blocks) == ["slot/2"]
+    invariants.check(pool)
 
 
 # ---- C4 to C10: each broken once ---------------------------------------------------------------------
@@ -143,7 +148,7 @@ def leave_a_copy_under_its_old_id(pool):
 
 
 def leave_a_watcher(pool):
-    pool._reuse_watchers[7] = pool._reuse_watchers.pop(2)
+    pool._reuse_watchers[7] = pool._reuse_watchers.pop(6)
 
 
 def leave_secondary_keys(pool):
@@ -186,7 +191,7 @@ def test_c5_to_c8_damage_after_a_move_is_noticed(damage, broken):
     pool, engine = make_engine(enable_kv_cache_events=True)
     cache(pool, pool.blocks[7], 4)  # a second copy of what block 4 holds
     pool.cache_partial_block(make_request([b"more"]), pool.blocks[4], 4, 0, 4)
-    pool._reuse_watchers[4] = print
+    pool._reuse_watchers[6] = print
     before = invariants.Snapshot(pool)
     relocation = apply_moves(pool, moves((4, 2), (3, 8)), engine.copy)
     invariants.check_relocation(before, pool, relocation)
@@ -257,12 +262,13 @@ def test_the_oldest_of_several_copies_stays_the_one_that_is_found():
     invariants.check(pool)
 
 
-def test_a_watcher_is_told_of_its_block_under_the_new_id():
+def test_a_watched_block_keeps_its_id_and_is_notified_of():
     pool, engine = make_engine("free: 1 | in use: 2 3")
     told = []
     watched = pool.blocks[2]
     pool.unpin_blocks([watched], told.append)
-    apply_moves(pool, moves((2, 1)), engine.copy)
+    pack(pool, engine.copy, max_evictions=5)
+    assert watched.block_id == 2
     pool.get_new_blocks(2)
     assert told == [watched]
 
@@ -339,9 +345,11 @@ def test_a_run_that_is_there_moves_nothing():
     assert (engine.copies, pool.epoch) == ([], 0)
 
 
-def test_pinned_blocks_can_leave_no_room_for_a_run():
+def test_held_blocks_can_leave_no_room_for_a_run():
     pool, engine = make_engine("free: 1 3 | in use: 2")
-    assert take_run(pool, 2, engine.copy, print, pinned=[2]) is None
+    pool.hold(blocks(pool, 2), "held by a test")
+    assert take_run(pool, 2, engine.copy, print) is None
+    assert state(pool) == "free: 1 3 | in use: 2x2"
 
 
 def test_a_pool_shrinks_after_its_top_is_drained():

@@ -2,9 +2,12 @@
 
 import pytest
 from contiguous.slot_engine import make_run_pool
+from drawing import blocks
 
 from kv_pool import CorruptedPoolError
 from kv_pool.contiguous import invariants
+from kv_pool.contiguous.run_index import KEPT
+from kv_pool.core.eviction_order import Placement
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
 
@@ -30,7 +33,23 @@ def let_the_front_be_younger(pool):
 
 
 def see_the_future(pool):
-    pool.run_index.ages[2] = 255
+    pool.run_index.ages[2] = pool.run_index.now + 1
+
+
+def keep_a_block_of_the_default_band(pool):
+    pool.run_index.ages[2] = KEPT
+
+
+def keep_nothing_of_a_higher_band(pool):
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 1), 1)
+    pool.run_index.ages[1] = pool.run_index.now
+
+
+def merge_bands_behind_the_index(pool):
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 1), 1)
+    pool.eviction_order.merge()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +61,9 @@ def see_the_future(pool):
         (list_the_null_block, "F1"),
         (let_the_front_be_younger, "F2"),
         (see_the_future, "F3"),
+        (keep_a_block_of_the_default_band, "F3"),
+        (keep_nothing_of_a_higher_band, "F3"),
+        (merge_bands_behind_the_index, "F3"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -12,6 +12,7 @@ from kv_pool.contiguous.compaction import apply_moves
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.eviction_order import Placement
 
 
 def make_random_pool(rng, num_blocks, cached_share=0.3):
@@ -29,6 +30,18 @@ def make_random_pool(rng, num_blocks, cached_share=0.3):
 
 def in_use(pool):
     return [block.block_id for block in pool.blocks[1:] if block.ref_cnt]
+
+
+def hold_some(rng, pool, share):
+    """Hold blocks of a random pool, some of them by a hold that lets them move; return the ids that stay."""
+    some = [block for block in pool.blocks[1:] if block.ref_cnt and rng.random() < share]
+    pool.hold(some, "held by a test")
+    pool.hold(
+        [block for block in pool.blocks[1:] if block.ref_cnt and rng.random() < share],
+        "movable",
+        movable=True,
+    )
+    return {block.block_id for block in some}
 
 
 # ---- pack ----------------------------------------------------------------------------------------
@@ -70,15 +83,34 @@ def test_with_a_full_cache_nothing_moves_unless_something_may_be_evicted():
     assert plan_pack(pool, max_evictions=1) == [(1, 2)]
 
 
-def test_pinned_blocks_stay_and_nothing_goes_over_them():
+def test_held_and_watched_blocks_stay_and_nothing_goes_over_them():
+    pool = make_run_pool("free: 2 | in use: 1 3 4")
+    pool.hold(blocks(pool, 4), "held by a test")
+    pool.unpin_blocks(blocks(pool, 1), print)
+    assert plan_pack(pool) == [(3, 2)]
+
+
+def test_blocks_of_a_movable_hold_move():
     pool = make_run_pool("free: 1 2 | in use: 3 4")
-    assert plan_pack(pool, pinned=[4, 1]) == [(3, 2)]
+    pool.hold(blocks(pool, 4), "held by a test", movable=True)
+    assert plan_pack(pool) == [(3, 1), (4, 2)]
+
+
+def test_blocks_above_the_default_band_are_not_overwritten_by_packing():
+    pool = make_run_pool("free: 1* 2* | in use: 3")
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 1), 1)
+    assert state(pool) == "free: 2* 1* | in use: 3"
+    assert plan_pack(pool, max_evictions=2) == [(1, 2)]
+    pool.move_to_band(blocks(pool, 2), 100)
+    assert plan_pack(pool, max_evictions=2) == []
 
 
 def test_content_that_somebody_waits_for_is_not_overwritten():
     pool = make_run_pool("free: 2 | in use: 1 3")
     pool.unpin_blocks(blocks(pool, 1), print)
-    assert plan_pack(pool) == [(1, 2)]
+    assert plan_pack(pool) == [(3, 2)]
+    assert plan_pack(pool, max_evictions=5) == [(3, 2)]
 
 
 def test_a_plan_can_be_bounded():
@@ -90,12 +122,12 @@ def test_a_plan_can_be_bounded():
 def test_a_pack_of_a_pool_without_cache_is_the_least_number_of_moves(seed):
     rng = random.Random(seed)
     pool = make_random_pool(rng, rng.randrange(4, 10), cached_share=0)
-    pinned = [block_id for block_id in range(1, pool.num_gpu_blocks) if rng.random() < 0.2]
-    moves = plan_pack(pool, pinned=pinned)
-    check_moves(pool, moves, pinned)
-    used = set(in_use(pool)) - set(pinned)
+    held = hold_some(rng, pool, 0.2)
+    moves = plan_pack(pool)
+    check_moves(pool, moves)
+    used = set(in_use(pool)) - held
     packed = (used - {move.source for move in moves}) | {move.target for move in moves}
-    places = [block_id for block_id in range(1, pool.num_gpu_blocks) if block_id not in pinned]
+    places = [block_id for block_id in range(1, pool.num_gpu_blocks) if block_id not in held]
     assert packed == set(places[: len(used)])
     fewest = min(
         (
@@ -132,18 +164,21 @@ def test_a_pool_that_cannot_have_a_run_is_left_alone():
     assert plan_gather(make_run_pool("free: 1 3 5 | in use: 2 4 6 7 8 9 10 11"), 4) == []
 
 
-def test_a_window_with_a_pinned_block_stays():
+def test_a_window_with_a_held_block_stays():
     pool = make_run_pool("free: 5 6 7 9 10 11 | in use: 1 2 3 4 8")
     (to_fullest,) = plan_gather(pool, 4)
     assert to_fullest.source == 4
-    assert [move.source for move in plan_gather(pool, 4, pinned=[4])] == [8]
+    pool.hold(blocks(pool, 4), "held by a test")
+    assert [move.source for move in plan_gather(pool, 4)] == [8]
 
 
 def test_where_nothing_is_empty_the_oldest_content_in_full_windows_goes_and_only_so_much():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
     assert plan_gather(pool, 4) == []
     assert plan_gather(pool, 4, max_evictions=2) == [(8, 2)]
-    assert plan_gather(pool, 4, max_evictions=2, spared=[2]) == [(8, 6)]
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 2), 1)
+    assert plan_gather(pool, 4, max_evictions=2) == [(8, 6)]
 
 
 def test_what_somebody_waits_for_is_not_overwritten_by_gathering():
@@ -168,7 +203,7 @@ def test_gathering_leaves_one_window_half_full_and_moves_less_than_a_pack(seed, 
     num_moved = 0
     while moves := plan_gather(pool, length, max_moves=max_moves):
         assert max_moves is None or len(moves) <= max_moves
-        check_moves(pool, moves, ())
+        check_moves(pool, moves)
         pool.swap_block_ids(moves)
         num_moved += len(moves)
     # Besides one window, that of the null block may have room left.
@@ -196,10 +231,21 @@ def test_where_nothing_is_empty_blocks_go_over_what_is_evicted_next():
     assert plan_clear_run(pool, 2) == (1, [(2, 4)])
 
 
-def test_a_window_with_a_pinned_block_is_never_cleared():
+def test_a_window_with_a_held_block_is_never_cleared():
     pool = make_run_pool("free: 1 3 4 | in use: 2 5 6")
-    assert plan_clear_run(pool, 3, pinned=[2]) == (3, [(5, 1)])
-    assert plan_clear_run(pool, 3, pinned=[2, 5]) is None
+    hold = pool.hold(blocks(pool, 2), "held by a test")
+    assert plan_clear_run(pool, 3) == (3, [(5, 1)])
+    hold.add(blocks(pool, 5))
+    assert plan_clear_run(pool, 3) is None
+
+
+def test_a_window_with_content_of_higher_bands_costs_more_and_can_be_spared():
+    pool = make_run_pool("free: 1* 3* 5* | in use: 2 4 6")
+    assert plan_clear_run(pool, 2).first_block_id == 1
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 1, 3), 7)
+    assert plan_clear_run(pool, 2) == (4, [(4, 1)])
+    assert plan_clear_run(pool, 2, spares_kept=True) is None
 
 
 def test_no_window_can_be_cleared_without_room_outside():
@@ -213,16 +259,16 @@ def test_no_window_can_be_cleared_without_room_outside():
 def test_after_its_moves_a_cleared_window_is_free(seed):
     rng = random.Random(seed)
     pool = make_random_pool(rng, rng.randrange(4, 40))
-    pinned = [block_id for block_id in range(1, pool.num_gpu_blocks) if rng.random() < 0.1]
+    held = hold_some(rng, pool, 0.1)
     length = rng.randrange(1, 6)
-    clearance = plan_clear_run(pool, length, pinned=pinned)
+    clearance = plan_clear_run(pool, length)
     if clearance is None:
         return
     first, moves = clearance
-    apply_moves(pool, moves, SlotEngine(pool).copy, pinned=pinned)
+    apply_moves(pool, moves, SlotEngine(pool).copy)
     window = range(first, first + length)
     assert all(pool.blocks[block_id].ref_cnt == 0 for block_id in window)
-    assert not set(pinned).intersection(window)
+    assert held.isdisjoint(window)
 
 
 # ---- drain ---------------------------------------------------------------------------------------
@@ -247,7 +293,9 @@ def test_what_does_not_fit_below_is_not_drained():
     pool = make_run_pool("free: 1 4 | in use: 2 3 5 6")
     with pytest.raises(OutOfBlocksError, match="2 blocks are in use among the highest 3, 1 are free below"):
         plan_drain(pool, 3)
-    with pytest.raises(InvalidBlockError, match="block 6 is pinned"):
-        plan_drain(pool, 3, pinned=[6])
+    hold = pool.hold(blocks(pool, 6), "held by a test")
+    with pytest.raises(InvalidBlockError, match="block 6 is held by a test: it cannot be drained"):
+        plan_drain(pool, 3)
+    hold.release()
     with pytest.raises(InvalidArgumentError):
         plan_drain(pool, 7)

@@ -1,6 +1,7 @@
 """Random lives of a pool with runs: invariants after each step, bytes and hits after each move."""
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from core.pool_schedule import PoolSchedule
 from drawing import hash_of, ids, make_request
 
 import kv_pool
-from kv_pool import OutOfBlocksError
+from kv_pool import InvalidBlockError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.compaction import apply_moves, pack, shrink, take_run
 from kv_pool.contiguous.plan import plan_clear_run, plan_pack
@@ -42,7 +43,8 @@ class Life:
         )
         self.engine = SlotEngine(self.pool)
         self.tables = []  # lists of blocks, shared ones in several
-        self.pinned = []  # tables whose blocks must not move
+        self.holds = []  # of blocks that must not move
+        self.where_held = {}  # hold -> the ids of its blocks
         self.content = {}  # block object -> what it must read
         self.told = []
         self.num_moved = 0
@@ -57,7 +59,7 @@ class Life:
             self.duplicate: 2,
             self.free: 10,
             self.unpin: 2,
-            self.pin: 1,
+            self.hold: 1,
             self.let_go: 1,
             self.evict: 2,
             self.pack: 2,
@@ -76,10 +78,17 @@ class Life:
         invariants.check(self.pool)
         for block in self.live():
             assert self.engine.slots[block.block_id] == self.content[block]
+        for hold, block_ids in self.where_held.items():
+            assert ids(hold.blocks) == block_ids
+        references = Counter(block for blocks in self.tables for block in blocks)
+        references.update(block for hold in self.holds for block in hold.blocks)
+        assert references == Counter(
+            {block: block.ref_cnt for block in self.pool.blocks[1:] if block.ref_cnt}
+        )
 
     def live(self):
         """Blocks whose bytes matter: in use, findable, or waited for."""
-        watched = self.pool.get_watched_ids()
+        watched = self.pool._reuse_watchers
         return [
             block
             for block in self.pool.blocks[1:]
@@ -107,9 +116,6 @@ class Life:
             if fresh and self.rng.random() < 0.3:
                 more = make_request([b"more-%03d" % self.rng.randrange(NUM_HASHES)])
                 self.pool.cache_partial_block(more, fresh[0], 4, 0, 4)
-
-    def pinned_ids(self):
-        return {block.block_id for table in self.pinned for block in table}
 
     def some_table(self):
         return self.rng.choice(self.tables) if self.tables else None
@@ -179,21 +185,31 @@ class Life:
     def note_reuse(self, block):
         assert self.engine.slots[block.block_id] == self.content[block]
 
-    def pin(self):
-        if self.tables:
-            self.pinned.append(self.tables.pop(self.rng.randrange(len(self.tables))))
+    def hold(self):
+        """Hold a table, which may be freed meanwhile, or what is found."""
+        table = self.some_table()
+        if table:
+            self.holds.append(self.pool.hold(table, "held by a test"))
+            self.where_held[self.holds[-1]] = ids(table)
+        found = self.pool.get_cached_block(hash_of(self.rng.randrange(NUM_HASHES)), [0])
+        if found:
+            self.holds.append(self.pool.hold(found, "held by a test", movable=True))
 
     def let_go(self):
-        if self.pinned:
-            self.tables.append(self.pinned.pop())
+        if self.holds:
+            hold = self.holds.pop(self.rng.randrange(len(self.holds)))
+            self.where_held.pop(hold, None)
+            hold.release()
 
     def evict(self):
         self.pool.evict_blocks([self.rng.randrange(self.pool.num_gpu_blocks) for _ in range(2)])
 
     def reset(self):
-        for table in self.tables + self.pinned:
+        for table in self.tables:
             self.pool.free_blocks(table)
-        self.tables, self.pinned = [], []
+        self.tables = []
+        while self.holds:
+            self.let_go()
         assert self.pool.reset_prefix_cache()
 
     # ---- moves -----------------------------------------------------------------------------------
@@ -221,19 +237,16 @@ class Life:
         return before, hits
 
     def pack(self):
-        _, hits = self.move(
-            lambda remap: pack(self.pool, self.engine.copy, pinned=self.pinned_ids(), on_moved=remap)
-        )
+        _, hits = self.move(lambda remap: pack(self.pool, self.engine.copy, on_moved=remap))
         assert self.hits() == hits
-        assert not plan_pack(self.pool, pinned=self.pinned_ids()) or self.pool.list_free_runs()
+        assert not plan_pack(self.pool) or self.pool.list_free_runs()
 
     def pack_a_bit(self):
-        pinned = self.pinned_ids()
-        planned = plan_pack(self.pool, pinned=pinned, max_moves=3)
+        planned = plan_pack(self.pool, max_moves=3)
         relocations = []
 
         def act(remap):
-            relocations.append(apply_moves(self.pool, planned, self.engine.copy, pinned=pinned))
+            relocations.append(apply_moves(self.pool, planned, self.engine.copy))
             remap(relocations[0])
 
         before, hits = self.move(act)
@@ -241,16 +254,12 @@ class Life:
         invariants.check_relocation(before, self.pool, relocations[0])
 
     def clear(self):
-        clearance = plan_clear_run(self.pool, self.rng.randrange(1, 6), pinned=self.pinned_ids())
+        clearance = plan_clear_run(self.pool, self.rng.randrange(1, 6))
         if clearance is not None:
-            self.move(
-                lambda remap: remap(
-                    apply_moves(self.pool, clearance.moves, self.engine.copy, pinned=self.pinned_ids())
-                )
-            )
+            self.move(lambda remap: remap(apply_moves(self.pool, clearance.moves, self.engine.copy)))
 
     def fail_to_move(self):
-        planned = plan_pack(self.pool, pinned=self.pinned_ids())
+        planned = plan_pack(self.pool)
         if planned:
             hits = self.hits()
             before = invariants.Snapshot(self.pool)
@@ -268,7 +277,7 @@ class Life:
         taken = []
 
         def act(remap):
-            run = take_run(self.pool, count, self.engine.copy, remap, pinned=self.pinned_ids())
+            run = take_run(self.pool, count, self.engine.copy, remap)
             taken.extend(run or ())
 
         self.move(act)
@@ -282,8 +291,11 @@ class Life:
         else:
             count = self.rng.randrange(min(4, self.pool.num_gpu_blocks))
             top = set(range(self.pool.num_gpu_blocks - count, self.pool.num_gpu_blocks))
-            if top.isdisjoint(self.pinned_ids()):
+            if top.isdisjoint(self.pool.holds.list_fixed_ids()):
                 self.move(lambda remap: self.shrink(count, remap))
+            else:
+                with pytest.raises(InvalidBlockError, match="it cannot be drained"):
+                    shrink(self.pool, count, self.engine.copy)
         for block in self.pool.blocks:
             self.engine.slots.setdefault(block.block_id, "nothing")
 

@@ -15,7 +15,7 @@ from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.subjects import SequenceSubject
-from kv_pool.replay.trace_clock import EngineRates
+from kv_pool.replay.settings import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 # The next round of the trace begins a second after its last request.

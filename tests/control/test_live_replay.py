@@ -15,8 +15,8 @@ from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
+from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_clock import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 

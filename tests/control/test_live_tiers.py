@@ -12,7 +12,7 @@ from kv_pool.control import ControlClient, ControlServer
 from kv_pool.control.live_replay import STEP_S, LiveReplay
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.errors import LayoutMismatchError
-from kv_pool.replay.trace_clock import EngineRates
+from kv_pool.replay.settings import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 LAST = record(8, [99], 1, 1_000_000)

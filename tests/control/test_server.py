@@ -230,6 +230,24 @@ def test_a_lock_file_of_another_user_is_an_error(path):
     assert not path.exists()
 
 
+def test_a_held_lock_is_tried_again_until_the_time_is_over(path):
+    now_s = 0.0
+
+    def sleep(seconds):
+        nonlocal now_s
+        now_s += seconds
+
+    with (
+        lock_socket(path, 0),
+        pytest.raises(ControlError, match="another server of yours holds it"),
+        lock_socket(path, 5.0, lambda: now_s, sleep),
+    ):
+        raise AssertionError("two hold it")
+    assert 5.0 < now_s < 5.1
+    with lock_socket(path, 0):
+        pass
+
+
 def test_a_lock_of_ones_own_is_waited_for_no_longer_than_the_timeout(path):
     with lock_socket(path, 0), pytest.raises(ControlError, match="another server of yours holds it"):
         ControlServer(make(), path, timeout_s=0.05).start()

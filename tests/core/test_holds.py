@@ -1,108 +1,535 @@
+"""Holds: references for a reason, which keep content, and ids unless they are movable, until they end."""
+
 import random
 from collections import Counter
 
 import pytest
 from drawing import blocks, make_pool, state
 
-from kv_pool import BlockPool, InvalidArgumentError, InvalidBlockError
+from kv_pool import BlockPool, InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
+from kv_pool.core.deadlines import NEVER
+from kv_pool.core.holds import HoldReport, HoldState
 
 PICTURE = "free: 3 1* | in use: 2* 4 5"
+
+
+class Clock:
+    """The time of a pool, set by the test."""
+
+    def __init__(self, now=10.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def make_timed_pool():
+    clock = Clock()
+    return make_pool(PICTURE, clock=clock), clock
+
+
+def list_states(pool):
+    """All that a refused call could have changed."""
+    return (
+        state(pool),
+        [(hold, hold.blocks, hold.until, hold.state) for hold in pool.holds.list_holds()],
+        list(pool.holds.deadlines.entries),
+    )
+
+
+# ---- references and ids --------------------------------------------------------------------------
+
+
+def test_a_hold_has_one_reference_to_each_block_until_it_is_released():
+    pool = make_pool(PICTURE)
+    hold = pool.hold(blocks(pool, 4, 2), "read by a network card")
+    assert hold.blocks == blocks(pool, 4, 2)
+    assert state(pool) == "free: 3 1* | in use: 2*x2 4x2 5"
+    pool.free_blocks(blocks(pool, 4))
+    assert state(pool) == "free: 3 1* | in use: 2*x2 4 5"
+    hold.release()
+    assert state(pool) == "free: 4 3 1* | in use: 2* 5"
+    assert (hold.is_released, hold.state, hold.blocks) == (True, HoldState.RELEASED, [])
+
+
+def test_a_free_block_with_content_is_held_and_found_again_afterwards():
+    pool = make_pool(PICTURE)
+    hold = pool.hold(blocks(pool, 1), "copied to the host")
+    assert state(pool) == "free: 3 | in use: 1* 2* 4 5"
+    hold.release()
+    assert state(pool) == PICTURE
+
+
+def test_blocks_are_freed_last_one_first():
+    pool = make_pool("free: 1 | in use: 2* 3* 4*")
+    hold = pool.hold(blocks(pool, 2, 3, 4), "a table")
+    pool.free_blocks(blocks(pool, 2, 3, 4))
+    hold.release()
+    assert state(pool) == "free: 1 4* 3* 2*"
+
+
+def test_null_blocks_and_repeated_ones_are_skipped():
+    pool = make_pool(PICTURE)
+    hold = pool.hold([pool.null_block, *blocks(pool, 4, 5, 4)], "of a table")
+    hold.add([pool.null_block, *blocks(pool, 5, 2, 2)])
+    assert hold.blocks == blocks(pool, 4, 5, 2)
+    assert state(pool) == "free: 3 1* | in use: 2*x2 4x2 5x2"
+    hold.remove(blocks(pool, 4, 1, 4))
+    assert hold.blocks == blocks(pool, 5, 2)
+    assert [hold.contains(block) for block in blocks(pool, 4, 5)] == [False, True]
+    assert state(pool) == "free: 3 1* | in use: 2*x2 4 5x2"
 
 
 def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     pool = make_pool(PICTURE)
     hold = pool.hold(blocks(pool, 4), "read by a network card")
-    with pytest.raises(InvalidBlockError, match="block 4 is read by a network card: it cannot be moved"):
-        pool.swap_block_ids([(2, 1), (4, 3)])
+    for pairs in ([(2, 1), (4, 3)], [(3, 4)]):
+        with pytest.raises(
+            InvalidBlockError, match="C3: block 4 is read by a network card: it cannot be moved before that"
+        ):
+            pool.swap_block_ids(pairs)
     assert [block.block_id for block in pool.blocks] == list(range(6))
-    with pytest.raises(InvalidBlockError, match="block 4"):
-        pool.swap_block_ids([(3, 4)])
     hold.release()
     pool.swap_block_ids([(4, 3)])
     assert state(pool) == "free: 4 1* | in use: 2* 3 5"
+
+
+def test_blocks_of_a_movable_hold_get_other_ids():
+    pool = make_pool(PICTURE)
+    hold = pool.hold(blocks(pool, 4), "a frozen table", movable=True)
+    pool.swap_block_ids([(4, 3)])
+    assert (hold.blocks, pool.holds.list_fixed_ids()) == (blocks(pool, 3), [])
+    pool.hold(blocks(pool, 3), "sent")
+    with pytest.raises(InvalidBlockError, match="C3: block 3 is sent: it cannot be moved"):
+        pool.swap_block_ids([(4, 3)])
 
 
 def test_a_block_that_is_held_twice_stays_until_both_are_released():
     pool = make_pool(PICTURE)
     first = pool.hold(blocks(pool, 4, 5), "first")
     second = pool.hold(blocks(pool, 4), "second")
-    assert pool.holds.list_ids() == [4, 5, 4]
-    assert pool.holds.list_reasons(pool.blocks[4]) == ["first", "second"]
+    assert pool.holds.list_fixed_ids() == [4, 5, 4]
     assert pool.holds.list_holds() == [first, second]
+    assert pool.holds.count_references() == dict(zip(blocks(pool, 4, 5), [2, 1], strict=True))
+    with pytest.raises(InvalidBlockError, match="block 4 is first and second: it cannot be moved"):
+        pool.swap_block_ids([(4, 3)])
     first.release()
-    assert pool.holds.list_reasons(pool.blocks[4]) == ["second"]
-    assert pool.holds.list_reasons(pool.blocks[5]) == []
+    assert pool.holds.list_fixed_ids() == [4]
     second.release()
-    assert pool.holds.list_ids() == []
+    assert pool.holds.list_fixed_ids() == []
+    assert state(pool) == PICTURE
+
+
+def test_a_watched_block_keeps_its_id_until_it_is_reused():
+    pool = make_pool(PICTURE)
+    pool.unpin_blocks(blocks(pool, 4), print)
+    assert pool.holds.list_fixed_ids() == [4]
+    with pytest.raises(InvalidBlockError, match="C3: block 4 is watched until its reuse"):
+        pool.swap_block_ids([(4, 3)])
+    pool.unpin_blocks(blocks(pool, 5), lambda block: None)
+    pool.get_new_blocks(4)
+    assert pool.holds.list_fixed_ids() == []
+
+
+def test_the_pool_is_neither_reset_nor_cut_off_below_a_hold():
+    pool = make_pool("free: 3 1* | in use: 2", RunBlockPool)
+    hold = pool.hold(blocks(pool, 1), "sent")
+    pool.free_blocks(blocks(pool, 2))
+    assert not pool.reset_prefix_cache()
+    with pytest.raises(InvalidBlockError, match="block 1 is in use"):
+        pool.shrink(3)
+    hold.release()
+    assert pool.reset_prefix_cache()
+
+
+def test_the_holds_of_a_pool_without_any_are_empty():
+    pool = make_pool(PICTURE)
+    assert (pool.holds.list_holds(), pool.holds.list_fixed_ids(), pool.expire_holds()) == ([], [], [])
+    assert (pool.holds.count_by_reason(), pool.holds.count_references()) == ({}, {})
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_only_blocks_of_this_pool_with_content_are_held():
+    pool, other = make_pool(PICTURE), BlockPool(4, True, 4)
+    hold = pool.hold(blocks(pool, 5), "held")
+    before = list_states(pool)
+    for wrong, said in (
+        (pool.blocks[3], "block 3 is free and has no content; it cannot be held as "),
+        (other.blocks[1], "block 1 is not one of this pool; it cannot be held as "),
+    ):
+        with pytest.raises(InvalidBlockError, match=said + "read"):
+            pool.hold([pool.blocks[4], wrong], "read")
+        with pytest.raises(InvalidBlockError, match=said + "held"):
+            hold.add([pool.blocks[4], wrong])
+        assert list_states(pool) == before
+    for call in (lambda: pool.hold([pool.blocks[4], 5], "read"), lambda: hold.add([pool.blocks[4], 5])):
+        with pytest.raises(InvalidTypeError, match=r"blocks\[1\]"):
+            call()
+        assert list_states(pool) == before
 
 
 def test_a_hold_ends_once():
-    pool = make_pool(PICTURE)
+    pool, clock = make_timed_pool()
     with pool.hold(blocks(pool, 4), "copied") as hold:
         assert not hold.is_released
-    assert hold.is_released
-    with pytest.raises(InvalidArgumentError, match=r"Hold\('copied', 1 blocks\) was released before"):
-        hold.release()
-    with pytest.raises(InvalidArgumentError, match="was released before"):
-        hold.add(blocks(pool, 5))
+    expired = pool.hold(blocks(pool, 4), "copied", until=11)
+    clock.now = 12
+    pool.expire_holds()
+    for ended in (hold, expired):
+        before = list_states(pool)
+        for call in (
+            ended.release,
+            lambda ended=ended: ended.add(blocks(pool, 5)),
+            lambda ended=ended: ended.extend(20.0),
+            lambda ended=ended: pool.holds.hand_over(ended, []),
+        ):
+            with pytest.raises(InvalidArgumentError, match=r"Hold\('copied', 0 blocks\) was released before"):
+                call()
+        ended.remove(blocks(pool, 4))
+        assert list_states(pool) == before
     assert pool.holds.list_holds() == []
 
 
-def test_only_blocks_in_use_of_this_pool_are_held():
-    pool, other = make_pool(PICTURE), BlockPool(4, True, 4)
-    hold = pool.hold([], "pinned")
-    for wrong, said in ((pool.blocks[3], "block 3 is free"), (other.blocks[1], "block 1 is not one of this")):
-        with pytest.raises(InvalidBlockError, match=said):
-            pool.hold([pool.blocks[4], wrong], "read")
-        with pytest.raises(InvalidBlockError, match=said):
-            hold.add([pool.blocks[4], wrong])
-    assert pool.holds.list_ids() == []
-    assert pool.holds.list_holds() == [hold]
-
-
-def test_null_blocks_and_repeated_ones_are_passed_over():
+def test_a_hold_is_released_when_the_body_of_its_with_raises():
     pool = make_pool(PICTURE)
-    hold = pool.hold([pool.null_block, *blocks(pool, 4, 5, 4)], "of a table")
-    assert hold.blocks == blocks(pool, 4, 5)
-    hold.remove(blocks(pool, 4, 2))
-    assert hold.blocks == blocks(pool, 5)
+    with pytest.raises(ZeroDivisionError), pool.hold(blocks(pool, 4), "copied"):
+        raise ZeroDivisionError
+    assert state(pool) == PICTURE
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_holds_are_the_slow_model(seed):
-    draw = random.Random(seed)
-    pool = BlockPool(20, True, 4)
-    taken = pool.get_new_blocks(12)
-    open_holds = {}
-    for number in range(200):
-        some = draw.sample(taken, draw.randint(0, 5))
-        match draw.choice(["hold", "add", "remove", "release", "swap"]):
-            case "hold":
-                open_holds[pool.hold(some, f"held {number}")] = set(some)
-            case "add" if open_holds:
-                hold = draw.choice(list(open_holds))
-                hold.add(some)
-                open_holds[hold] |= set(some)
-            case "remove" if open_holds:
-                hold = draw.choice(list(open_holds))
-                hold.remove(some)
-                open_holds[hold] -= set(some)
-            case "release" if open_holds:
-                hold = draw.choice(list(open_holds))
-                hold.release()
-                del open_holds[hold]
-            case "swap":
-                first, second = draw.sample(range(1, 20), 2)
-                pair = {pool.blocks[first], pool.blocks[second]}
-                if any(held & pair for held in open_holds.values()):
-                    with pytest.raises(InvalidBlockError):
-                        pool.swap_block_ids([(first, second)])
-                else:
-                    pool.swap_block_ids([(first, second)])
+def test_a_deadline_that_has_passed_is_refused():
+    pool, clock = make_timed_pool()
+    hold = pool.hold(blocks(pool, 4), "sent", until=15)
+    before = list_states(pool)
+    for until in (10, 9.5, float("nan"), -1):
+        with pytest.raises(InvalidArgumentError, match=r"has ended before it begins: it is 10\.0 now"):
+            pool.hold(blocks(pool, 5), "sent", until=until)
+        with pytest.raises(InvalidArgumentError, match="cannot be extended"):
+            hold.extend(until)
+        assert list_states(pool) == before
+    with pytest.raises(InvalidTypeError, match="until"):
+        hold.extend("later")
+    assert list_states(pool) == before
+    assert clock.now == 10
+
+
+# ---- deadlines and quarantine ----------------------------------------------------------------------
+
+
+def test_overdue_holds_are_released_earliest_deadline_first():
+    pool, clock = make_timed_pool()
+    late = pool.hold(blocks(pool, 4, 5), "late", until=13)
+    early = pool.hold(blocks(pool, 4), "early", until=11)
+    forever = pool.hold(blocks(pool, 4), "forever")
+    assert (late.until, early.until, forever.until, late.since) == (13, 11, None, 10)
+    clock.now = 10.9
+    assert pool.expire_holds() == []
+    clock.now = 13
+    assert pool.expire_holds() == [early, late]
+    assert pool.expire_holds() == []
+    assert (early.state, early.until, early.is_released) == (HoldState.EXPIRED, None, True)
+    assert (pool.holds.list_holds(), pool.holds.num_overdue) == ([forever], 2)
+    assert state(pool) == "free: 3 1* | in use: 2* 4x2 5"
+
+
+def test_a_deadline_is_extended_and_shortened():
+    pool, clock = make_timed_pool()
+    hold = pool.hold(blocks(pool, 4), "sent", until=11)
+    unlimited = pool.hold(blocks(pool, 4), "sent")
+    hold.extend(20)
+    unlimited.extend(30)
+    clock.now = 19
+    assert pool.expire_holds() == []
+    unlimited.extend(19.5)
+    clock.now = 20
+    assert pool.expire_holds() == [unlimited, hold]
+
+
+def test_a_hold_that_is_quarantined_late_keeps_its_references_until_it_is_released():
+    pool, clock = make_timed_pool()
+    hold = pool.holds.open(blocks(pool, 4), "written by node b", until=11, is_quarantined_late=True)
+    clock.now = 11
+    assert pool.expire_holds() == [hold]
+    assert (hold.state, hold.until, hold.is_released) == (HoldState.QUARANTINED, None, False)
+    assert pool.expire_holds() == []
+    assert pool.holds.num_overdue == 1
+    with pytest.raises(InvalidArgumentError, match="cannot be extended"):
+        hold.extend(50)
+    assert pool.explain_holds(4) == [HoldReport("written by node b", 10, None, False, HoldState.QUARANTINED)]
+    assert pool.holds.list_fixed_ids() == [4]
+    hold.release()
+    assert (state(pool), hold.state) == (PICTURE, HoldState.RELEASED)
+
+
+def test_a_pool_without_a_clock_of_its_own_reads_that_of_the_system():
+    pool = make_pool(PICTURE)
+    hold = pool.hold(blocks(pool, 4), "sent", until=pool.holds.clock() + 3600)
+    assert pool.expire_holds() == []
+    assert hold.since <= pool.holds.clock() < hold.until
+
+
+# ---- references that come and go -------------------------------------------------------------------
+
+
+def test_a_hold_adopts_references_and_hands_them_over():
+    pool = make_pool(PICTURE)
+    table, opened, given = blocks(pool, 2, 4), [], []
+    hold = pool.holds.adopt(table, "detached", opened)
+    assert (table, opened, state(pool)) == ([], [hold], PICTURE)
+    assert pool.holds.list_fixed_ids() == [2, 4]
+    pool.holds.hand_over(hold, given)
+    assert (given, hold.blocks, hold.is_released) == (blocks(pool, 2, 4), [], True)
+    assert (state(pool), pool.holds.list_holds()) == (PICTURE, [])
+
+
+def test_a_hold_is_listed_with_its_opener_in_the_same_step():
+    pool, opened = make_pool(PICTURE), []
+    hold = pool.holds.open_onto(blocks(pool, 4), "sent", opened)
+    assert opened == [hold]
+    with pytest.raises(InvalidBlockError):
+        pool.holds.open_onto(blocks(pool, 3), "sent", opened)
+    assert opened == pool.holds.list_holds() == [hold]
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+def test_the_pool_explains_who_holds_a_block_and_since_when():
+    pool, clock = make_timed_pool()
+    pool.hold(blocks(pool, 4, 2), "sent to node b", until=12)
+    clock.now = 11
+    pool.hold(blocks(pool, 4), "a frozen table", movable=True)
+    assert pool.explain_holds(4) == [
+        HoldReport("sent to node b", 10, 12, False, HoldState.OPEN),
+        HoldReport("a frozen table", 11, None, True, HoldState.OPEN),
+    ]
+    assert pool.explain_holds(5) == pool.explain_holds(0) == []
+    pool.unpin_blocks(blocks(pool, 5), print)
+    assert pool.explain_holds(5) == [HoldReport("watched until its reuse", None, None, False, HoldState.OPEN)]
+    for wrong in (-1, 6):
+        with pytest.raises(InvalidBlockError, match=f"Invalid block_id {wrong}: this pool has blocks 0..5"):
+            pool.explain_holds(wrong)
+
+
+def test_what_leaks_is_counted_by_its_reason():
+    pool = make_pool(PICTURE)
+    pool.hold(blocks(pool, 4, 2), "sent to node b")
+    pool.hold(blocks(pool, 5), "a frozen table")
+    pool.hold(blocks(pool, 4), "sent to node b")
+    assert pool.holds.count_by_reason() == {"sent to node b": 3, "a frozen table": 1}
+
+
+# ---- against a slow model ------------------------------------------------------------------------
+
+
+class Model:
+    """A pool, and what its holds should be: for each the set of its blocks and its deadline."""
+
+    def __init__(self, seed, pool_type):
+        self.draw = random.Random(seed)
+        self.clock = Clock()
+        self.pool = pool_type(self.draw.randrange(8, 24), True, 4, clock=self.clock)
+        self.tables = []  # lists of references that no hold has
+        self.held = {}  # hold -> its blocks, in order
+        self.until = {}  # hold -> its deadline
+        self.quarantined = set()
+        self.watched = set()
+        self.num_cached = 0
+
+    def step(self):
+        name = self.draw.choices(list(STEPS), list(STEPS.values()))[0]
+        getattr(self, name)()
+        self.check()
+
+    def check(self):
+        pool = self.pool
         invariants.check(pool)
-        expected = Counter(block.block_id for held in open_holds.values() for block in held)
-        assert Counter(pool.holds.list_ids()) == expected
-        for block in taken:
-            reasons = [hold.reason for hold, held in open_holds.items() if block in held]
-            assert pool.holds.list_reasons(block) == reasons
+        references = Counter(block for table in self.tables for block in table)
+        references.update(block for held in self.held.values() for block in held)
+        assert references == {block: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
+        assert pool.holds.list_holds() == list(self.held)
+        counts = Counter(block for held in self.held.values() for block in held)
+        assert pool.holds.count_references() == counts
+        fixed = [block.block_id for hold, held in self.held.items() if not hold.is_movable for block in held]
+        watched = [block.block_id for block in self.watched]
+        assert Counter(pool.holds.list_fixed_ids()) == Counter(fixed + watched)
+        for hold, held in self.held.items():
+            assert hold.blocks == held
+            assert hold.until == (None if self.until[hold] == NEVER else self.until[hold])
+            assert (hold.state is HoldState.QUARANTINED) == (hold in self.quarantined)
+            assert not hold.is_released
+        reasons = Counter()
+        for hold, held in self.held.items():
+            reasons[hold.reason] += len(held)
+        assert pool.holds.count_by_reason() == reasons
+        block = self.draw.choice(pool.blocks)
+        expected = [hold.reason for hold, held in self.held.items() if block in held]
+        expected += ["watched until its reuse"] * (block in self.watched)
+        assert [report.reason for report in pool.explain_holds(block.block_id)] == expected
+
+    def some_blocks(self):
+        """Blocks that can be held: referenced, or with content."""
+        some = [block for block in self.pool.blocks if block.ref_cnt or block.block_hash or block.is_null]
+        return self.draw.choices(some, k=self.draw.randrange(5))
+
+    def some_hold(self):
+        return self.draw.choice(list(self.held)) if self.held else None
+
+    def some_time(self):
+        return self.clock.now + self.draw.randrange(1, 9)
+
+    def note(self, hold, blocks, until=NEVER):
+        self.held[hold] = [block for block in dict.fromkeys(blocks) if not block.is_null]
+        self.until[hold] = until
+
+    def forget(self, hold):
+        del self.until[hold]
+        self.quarantined.discard(hold)
+        return self.held.pop(hold)
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def take(self):
+        count = self.draw.randrange(1, 5)
+        if count <= self.pool.get_num_free_blocks():
+            self.tables.append(self.pool.get_new_blocks(count))
+            for block in self.tables[-1]:
+                if self.draw.random() < 0.5:
+                    self.num_cached += 1
+                    self.pool._insert_block_hash(b"hash %d" % self.num_cached, block, 4)
+
+    def free(self):
+        if self.tables:
+            self.pool.free_blocks(self.tables.pop(self.draw.randrange(len(self.tables))))
+
+    def watch(self):
+        if self.tables:
+            table = self.tables.pop(self.draw.randrange(len(self.tables)))
+            self.pool.unpin_blocks(table, self.watched.discard)
+            self.watched.update(table)
+
+    def hold(self):
+        some, is_movable = self.some_blocks(), self.draw.random() < 0.3
+        until = self.some_time() if self.draw.random() < 0.6 else None
+        hold = self.pool.hold(some, f"reason {self.draw.randrange(5)}", movable=is_movable, until=until)
+        self.note(hold, some, NEVER if until is None else until)
+
+    def hold_for_writing(self):
+        some, until = self.some_blocks(), self.some_time()
+        self.note(self.pool.holds.open(some, "written", False, until, True), some, until)
+
+    def hold_wrongly(self):
+        """A free block without content is refused, and nothing changes."""
+        empty = [block for block in self.pool.blocks[1:] if not block.ref_cnt and block.block_hash is None]
+        if empty:
+            before = state(self.pool)
+            with pytest.raises(InvalidBlockError):
+                self.pool.hold([*self.some_blocks(), self.draw.choice(empty)], "wrong")
+            if self.held:
+                with pytest.raises(InvalidBlockError):
+                    self.some_hold().add([*self.some_blocks(), self.draw.choice(empty)])
+            assert state(self.pool) == before
+
+    def add(self):
+        if self.held:
+            hold, some = self.some_hold(), self.some_blocks()
+            hold.add(some)
+            self.note(hold, self.held[hold] + some, self.until[hold])
+
+    def remove(self):
+        if self.held:
+            hold, some = self.some_hold(), self.draw.choices(self.pool.blocks, k=4)
+            hold.remove(some)
+            self.note(hold, [block for block in self.held[hold] if block not in some], self.until[hold])
+
+    def release(self):
+        if self.held:
+            hold = self.some_hold()
+            hold.release()
+            self.forget(hold)
+            assert hold.is_released
+
+    def extend(self):
+        if self.held:
+            hold, until = self.some_hold(), self.some_time()
+            if hold in self.quarantined:
+                with pytest.raises(InvalidArgumentError):
+                    hold.extend(until)
+            else:
+                hold.extend(until)
+                self.until[hold] = until
+
+    def expire(self):
+        self.clock.now += self.draw.randrange(4)
+        overdue = [hold for hold in self.held if self.until[hold] <= self.clock.now]
+        deadlines = sorted(self.until[hold] for hold in overdue)
+        expired = self.pool.expire_holds()
+        assert set(expired) == set(overdue)
+        assert [self.until[hold] for hold in expired] == deadlines
+        for hold in expired:
+            if hold.is_quarantined_late:
+                self.quarantined.add(hold)
+                self.until[hold] = NEVER
+            else:
+                assert hold.state is HoldState.EXPIRED
+                self.forget(hold)
+
+    def adopt(self):
+        if self.tables:
+            table, opened = self.tables.pop(), []
+            adopted = table.copy()
+            hold = self.pool.holds.adopt(table, "adopted", opened)
+            assert (table, opened) == ([], [hold])
+            self.note(hold, adopted)
+
+    def hand_over(self):
+        if self.held:
+            hold, table = self.some_hold(), []
+            self.pool.holds.hand_over(hold, table)
+            assert table == self.forget(hold)
+            self.tables.append(table)
+
+    def swap(self):
+        first, second = self.draw.sample(range(1, self.pool.num_gpu_blocks), 2)
+        if {first, second}.isdisjoint(self.pool.holds.list_fixed_ids()):
+            self.pool.swap_block_ids([(first, second)])
+        else:
+            before = self.pool.blocks
+            with pytest.raises(InvalidBlockError, match="C3: "):
+                self.pool.swap_block_ids([(first, second)])
+            assert self.pool.blocks is before
+
+
+STEPS = {
+    "take": 6,
+    "free": 3,
+    "watch": 1,
+    "hold": 6,
+    "hold_for_writing": 2,
+    "hold_wrongly": 1,
+    "add": 3,
+    "remove": 3,
+    "release": 4,
+    "extend": 2,
+    "expire": 3,
+    "adopt": 2,
+    "hand_over": 2,
+    "swap": 3,
+}
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_holds_are_those_of_a_slow_model(seed, pool_type):
+    model = Model(seed, pool_type)
+    for _ in range(250):
+        model.step()
+    while model.held:
+        model.release()
+    while model.tables:
+        model.free()
+    assert model.pool.get_num_free_blocks() == model.pool.num_gpu_blocks - 1

@@ -5,6 +5,7 @@ from drawing import GROUP, blocks, hash_of, make_pool
 
 from kv_pool import CorruptedPoolError, KVCacheBlock
 from kv_pool.core import invariants
+from kv_pool.core.eviction_order import EMPTY_BAND, Placement
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
 
@@ -106,7 +107,55 @@ def keep_a_secondary_key_without_a_primary(pool):
 
 def free_a_held_block(pool):
     pool.hold([pool.blocks[5]], "read by a test")
-    pool.free_blocks([pool.blocks[5]])
+    pool.free_blocks([pool.blocks[5]] * 2)
+
+
+def hold_more_often_than_there_are_references(pool):
+    for _ in range(3):
+        pool.hold([pool.blocks[5]], "read by a test")
+    pool.free_blocks([pool.blocks[5]] * 2)
+
+
+def hold_the_null_block(pool):
+    pool.hold([pool.blocks[5]], "read by a test")._blocks[pool.null_block] = None
+
+
+def hold_a_block_of_another_pool(pool):
+    pool.hold([pool.blocks[5]], "read by a test")._blocks[make_pool(PICTURE).blocks[5]] = None
+
+
+def open_two_bands(pool):
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 1), 1)
+    return pool.eviction_order
+
+
+def append_behind_the_default_band(pool):
+    open_two_bands(pool)
+    pool.free_block_queue.append_before = pool.free_block_queue.fake_free_list_tail
+
+
+def append_before_a_stranger(pool):
+    pool.free_block_queue.append_before = KVCacheBlock(-1)
+
+
+def lose_the_end_of_a_band(pool):
+    end = open_two_bands(pool)._ends[1]
+    end.prev_free_block.next_free_block = end.next_free_block
+    end.next_free_block.prev_free_block = end.prev_free_block
+
+
+def forget_the_end_of_a_band(pool):
+    del open_two_bands(pool)._ends[1]
+
+
+def mix_up_two_bands(pool):
+    ends = open_two_bands(pool)._ends
+    ends[1], ends[EMPTY_BAND] = ends[EMPTY_BAND], ends[1]
+
+
+def list_a_band_without_an_end(pool):
+    open_two_bands(pool)._bands.append(2)
 
 
 def carry_an_unmapped_secondary_key(pool):
@@ -135,6 +184,15 @@ def carry_an_unmapped_secondary_key(pool):
         (carry_an_unmapped_hash, "P2"),
         (keep_a_secondary_key_without_a_primary, "P6"),
         (free_a_held_block, "P7"),
+        (hold_more_often_than_there_are_references, "P7"),
+        (hold_the_null_block, "P7"),
+        (hold_a_block_of_another_pool, "P7"),
+        (append_behind_the_default_band, "P8"),
+        (append_before_a_stranger, "P8"),
+        (lose_the_end_of_a_band, "P8"),
+        (forget_the_end_of_a_band, "P8"),
+        (mix_up_two_bands, "P8"),
+        (list_a_band_without_an_end, "P8"),
         (carry_an_unmapped_secondary_key, "P2"),
         (leave_an_empty_entry, "H1"),
         (map_under_a_wrong_id, "H1"),

@@ -1,5 +1,4 @@
 import random
-import time
 from itertools import pairwise
 
 import pytest
@@ -9,23 +8,22 @@ from kv_pool.metrics.residency import KVCacheEvictionEvent
 
 
 class Clock:
-    """Stands in for `time.monotonic_ns`, which is looked up at each call."""
+    now_ns = 1_000
 
-    def __init__(self, monkeypatch):
-        self.now_ns = 1_000
-        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
+    def __call__(self):
+        return self.now_ns
 
     def advance(self, seconds):
         self.now_ns += int(seconds * 1e9)
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
+def clock():
+    return Clock()
 
 
 def test_a_sample_tells_lifetime_idle_time_and_gaps(clock):
-    collector = KVCacheMetricsCollector(1.0)
+    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     block = KVCacheBlock(1)
     collector.on_block_allocated(block)
     for seconds in (1, 2, 3):
@@ -38,7 +36,7 @@ def test_a_sample_tells_lifetime_idle_time_and_gaps(clock):
 
 
 def test_only_the_last_three_gaps_are_kept(clock):
-    collector = KVCacheMetricsCollector(1.0)
+    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     block = KVCacheBlock(1)
     collector.on_block_allocated(block)
     for seconds in (1, 2, 3, 4, 5):
@@ -49,7 +47,7 @@ def test_only_the_last_three_gaps_are_kept(clock):
 
 
 def test_a_block_that_was_never_hit_is_idle_all_its_life(clock):
-    collector = KVCacheMetricsCollector(1.0)
+    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     collector.on_block_allocated(KVCacheBlock(1))
     clock.advance(7)
     collector.on_block_evicted(KVCacheBlock(1))
@@ -81,7 +79,7 @@ def test_a_rate_that_is_no_share_is_refused(rate):
 
 
 def test_a_reset_drops_undrained_samples_too(clock):
-    collector = KVCacheMetricsCollector(1.0)
+    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     collector.on_block_allocated(KVCacheBlock(1))
     collector.on_block_evicted(KVCacheBlock(1))
     collector.on_block_allocated(KVCacheBlock(2))
@@ -91,7 +89,7 @@ def test_a_reset_drops_undrained_samples_too(clock):
 
 
 def test_a_pool_tells_its_collector_of_every_stay(clock):
-    collector = KVCacheMetricsCollector(1.0)
+    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
     pool = BlockPool(2, True, 4, metrics_collector=collector)
     (block,) = pool.get_new_blocks(1)
     clock.advance(1)
@@ -109,7 +107,7 @@ def test_a_pool_tells_its_collector_of_every_stay(clock):
 def test_random_stays_agree_with_a_slow_model(clock, seed):
     """The model keeps every time of every stay; the dice of the collector are its own."""
     rng = random.Random(seed)
-    collector = KVCacheMetricsCollector(0.6)
+    collector = KVCacheMetricsCollector(0.6, clock_ns=clock)
     stays, expected = {}, []
     for _ in range(300):
         clock.advance(rng.randrange(5))
@@ -135,7 +133,7 @@ def test_random_stays_agree_with_a_slow_model(clock, seed):
 
 
 def test_an_engine_supplies_its_own_class_of_samples(clock):
-    collector = KVCacheMetricsCollector(1.0, sample_type=lambda *values: ("mine", *values))
+    collector = KVCacheMetricsCollector(1.0, sample_type=lambda *values: ("mine", *values), clock_ns=clock)
     pool = BlockPool(2, True, 4, metrics_collector=collector)
     pool.free_blocks(pool.get_new_blocks(1))
     clock.advance(3)

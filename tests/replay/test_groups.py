@@ -13,7 +13,8 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from kv_pool.replay.groups import parse_groups
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
 
 
 def test_groups_are_written_by_kind():

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from replay.made_trace import make_random_records
-from replay.test_trace_clock import BLOCK_SIZE, ImpatientTally, make_rates
+from replay.test_trace_clock import BLOCK_SIZE, ImpatientDriver, make_rates
 
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.core import invariants
@@ -19,6 +19,7 @@ from kv_pool.replay.link import Link
 from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest
 from kv_pool.replay.trace_clock import TraceClock
 
@@ -58,8 +59,8 @@ def run(
         for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
     )
     steps = PromptSteps.for_groups(specs, chunk_tokens)
-    clock = TraceClock(ImpatientTally(manager, report), make_rates(**rates), steps, swap)
-    clock.run(arriving, lambda tally: None)
+    driver = ImpatientDriver(manager, Tally(report), swap=swap)
+    TraceClock(driver, make_rates(**rates), steps).run(arriving, lambda: None)
     assert pool.get_num_free_blocks() == num_blocks
     assert swap.swapper.host_pool.get_num_free_blocks() == num_host_blocks
     assert swap.swapper.list_swapped_out() == []

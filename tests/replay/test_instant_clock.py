@@ -8,7 +8,8 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.simulator import run_replay
 
 DATA = Path(__file__).parent / "data"
 REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]

@@ -6,9 +6,9 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.simulator import CLOCKS, ReplaySettings, run_replay
+from kv_pool.replay.settings import CLOCKS, EngineRates, ReplaySettings
+from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_clock import EngineRates
 
 
 def run(tmp_path, records, num_blocks, **settings):

@@ -11,7 +11,7 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 from replay.slow_tiers import SlowTiers
 from replay.test_groups import MODELS
-from replay.test_trace_clock import BLOCK_SIZE, ImpatientTally, make_rates
+from replay.test_trace_clock import BLOCK_SIZE, ImpatientDriver, make_rates
 
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.replay.groups import parse_groups
@@ -21,7 +21,9 @@ from kv_pool.replay.prompt_steps import PromptSteps
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import ReplayTiers
 from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.simulator import TIER_WRITES, ReplaySettings, run_replay
+from kv_pool.replay.settings import TIER_WRITES, ReplaySettings
+from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest
 from kv_pool.replay.trace_clock import TraceClock
 from kv_pool.tiers.invariants import check as check_tiers
@@ -143,10 +145,9 @@ def run(
         )
         for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
     )
-    tally = ImpatientTally(manager, report, None, tiers)
-    TraceClock(tally, make_rates(**rates), PromptSteps.for_groups(specs, chunk_tokens), swap).run(
-        arriving, lambda tally: None
-    )
+    driver = ImpatientDriver(manager, Tally(report), tiers=tiers, swap=swap)
+    steps = PromptSteps.for_groups(specs, chunk_tokens)
+    TraceClock(driver, make_rates(**rates), steps).run(arriving, lambda: None)
     assert pool.get_num_free_blocks() == num_blocks
     check_tiers(tiers.read_back)
     return report, tiers

@@ -9,8 +9,8 @@ from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.request_outcomes import RequestOutcome, write_outcomes
-from kv_pool.replay.simulator import ReplaySettings, run_replay
-from kv_pool.replay.trace_clock import EngineRates
+from kv_pool.replay.settings import EngineRates, ReplaySettings
+from kv_pool.replay.simulator import run_replay
 
 
 @pytest.fixture

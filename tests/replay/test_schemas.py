@@ -13,10 +13,10 @@ from kv_pool import TraceError
 from kv_pool.replay import report
 from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.request_outcomes import RequestOutcome, write_outcomes
-from kv_pool.replay.simulator import ReplaySettings, run_replay
+from kv_pool.replay.settings import EngineRates, ReplaySettings
+from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.sweep import run_sweep
 from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_clock import EngineRates
 
 
 def validator(name):

@@ -17,8 +17,8 @@ from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.replay import simulator
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.report import ReplayReport, write_json
-from kv_pool.replay.simulator import CLOCKS, ReplaySettings, run_replay
-from kv_pool.replay.trace_clock import EngineRates
+from kv_pool.replay.settings import CLOCKS, EngineRates, ReplaySettings
+from kv_pool.replay.simulator import run_replay
 
 
 @pytest.fixture

@@ -11,17 +11,19 @@ from replay.made_trace import make_random_records
 
 from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager
 from kv_pool.core import invariants
+from kv_pool.replay.driver import ReplayDriver
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest
-from kv_pool.replay.trace_clock import EngineRates, TraceClock
+from kv_pool.replay.trace_clock import TraceClock
 
 BLOCK_SIZE = 8
 MAX_CALLS = 50_000
 
 
-class ImpatientTally(Tally):
+class ImpatientDriver(ReplayDriver):
     """Fails the test where the simulated time stands still and the replay would never end."""
 
     num_calls = 0
@@ -39,7 +41,8 @@ def make_rates(**changes):
 def run(requests, num_blocks, convention="full_blocks_cap", **rates):
     """Replay (arrival_ms, input_length, output_length, hash_ids) each; at the end all blocks are free."""
     pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
-    tally = ImpatientTally(KVCacheManager(pool), ReplayReport(BLOCK_SIZE, num_blocks, convention, "trace"))
+    tally = Tally(ReplayReport(BLOCK_SIZE, num_blocks, convention, "trace"))
+    driver = ImpatientDriver(KVCacheManager(pool), tally)
     arriving = (
         ReplayRequest(
             TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),
@@ -49,7 +52,7 @@ def run(requests, num_blocks, convention="full_blocks_cap", **rates):
         )
         for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
     )
-    report = TraceClock(tally, make_rates(**rates)).run(arriving, lambda tally: None)
+    report = TraceClock(driver, make_rates(**rates)).run(arriving, lambda: None)
     assert pool.get_num_free_blocks() == num_blocks
     invariants.check(pool)
     return report

@@ -17,7 +17,7 @@ from kv_pool import (
     KVCacheManager,
     Request,
 )
-from kv_pool.contiguous.compaction import pack
+from kv_pool.contiguous.compaction import pack, shrink
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
 from kv_pool.errors import TierError
@@ -333,6 +333,21 @@ def check_bytes(cache, tier):
     read = tier.read(tier.list_keys())
     for key, block_id in zip(read.keys, read.block_ids, strict=True):
         assert read.storage.read_block(block_id) == key[:32]
+
+
+def test_a_block_that_is_cut_off_is_copied_out_before():
+    pool = RunBlockPool(9, True, 4)
+    content, storage = make_bytes(pool)
+    cache = TieredCache(pool, storage, [HostTier(8, storage)])
+    _, blocks = cache_bytes(cache, content, "a", range(32))
+    pool.free_blocks(blocks)
+    taken = pool.get_new_blocks(8)
+    pool.free_blocks(taken)
+    shrink(pool, 4, storage.apply_moves)
+    assert cache.list_pending() == []
+    assert len(cache.tiers[0]) == 8
+    check_bytes(cache, cache.tiers[0])
+    invariants.check_cache(cache)
 
 
 def test_a_compaction_does_not_overwrite_what_is_pending():

@@ -359,6 +359,7 @@ class BlockRetention:
             while ending is not None:
                 if isinstance(ending, Session):
                     self._sessions.pop(ending.session_id)
+                    ending.changes_at = NEVER
                 else:
                     assert isinstance(ending, Record)
                     self._placed.end_claims(ending)
@@ -421,6 +422,7 @@ class BlockRetention:
 
     def forget_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Remove the claims on blocks that were evicted from the prefix cache; free ones are reused first."""
+        self.expire()
         try:
             emptied = self._placed.forget(list(blocks))
             if emptied:

@@ -3,10 +3,10 @@
     R1  a free block that carries a hash and claims is in the band of its strongest claim
     R2  a number on a block is that of a record, negative if the claims are void;  a record counts the blocks
         with its number, and has claims;  |blocks with a number| is what the records count
-    R3  a block has a pin among its claims  <=>  it is in the set of pinned blocks;  a pinned block is not free
+    R3  a block has a pin among its claims  <=>  it is among the pinned blocks;  a pinned block is not free
     R4  a block is held as pinned  =>  it has a pin among its claims
     R5  num_pins <= max_pinned_blocks
-    R6  what ends, session or record, has an entry among the deadlines, and that is not before the clock's time
+    R6  what ends, session or record, has an entry among the deadlines, and that is not in the past
     R7  no more sessions than max_sessions
 
 They hold whenever no method is running, R6 after any that looked at the clock. `check_retention` raises
@@ -102,6 +102,11 @@ def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:
         if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
             raise CorruptedPoolError(f"R6: nothing ends session {session.session_id!r}")
     for record in records:
+        if not any(
+            record is retention._records.find(block) and retention._records.get_claims(block)
+            for block in record.blocks
+        ):
+            continue  # all of its claims are void
         if record.changes_at != find_next_end(record) or record.changes_at <= now:
             raise CorruptedPoolError(f"R6: claims that end at {find_next_end(record)} end never")
         if record.changes_at < NEVER and (record.changes_at, id(record)) not in entries:

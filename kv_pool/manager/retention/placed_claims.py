@@ -68,7 +68,9 @@ class PlacedClaims(Placement):
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         """Release pinned blocks that have got another reference; their claims stay."""
-        self.held.remove([block for block in blocks if self.held.contains(block)])
+        held = [block for block in blocks if self.held.contains(block)]
+        if held:
+            self.held.remove(held)
 
     def cover(self, block: KVCacheBlock, record: Record) -> None:
         """Replace the claims on a block in use."""
@@ -105,16 +107,25 @@ class PlacedClaims(Placement):
         left = list_live(record.claims, record.freed_at, record.changes_at)
         free: list[KVCacheBlock] = []
         used: list[KVCacheBlock] = []
+        void: list[KVCacheBlock] = []
         retention_id: i32 = record.retention_id
         for block in record.blocks:
-            if block._retention_id != retention_id or block._block_hash is None:
+            if block._retention_id == -retention_id or (
+                block._retention_id == retention_id and block._block_hash is None
+            ):
+                void.append(block)
+                continue
+            if block._retention_id != retention_id:
                 continue
             if block.next_free_block is not None or (block.ref_cnt == 1 and self.held.contains(block)):
                 free.append(block)
             else:
                 used.append(block)
+        for block in void:
+            self._drop(block)
         if used:
             self.records.put_all(used, self.records.share(record.claims))
+            self.note_taken(used)
         if free:
             self._claim_free(free, left, record.freed_at, record.strength)
         record.changes_at = NEVER
@@ -143,7 +154,11 @@ class PlacedClaims(Placement):
             elif is_pin(claims):
                 pinned.add(block)
         self.pins.rebuild(pinned)
+        others = [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
+        others = list(dict.fromkeys(others))
         self.deadlines.clear()
+        for ending in others:
+            self.deadlines.push(ending)
         for record in self.records.list_records():
             record.changes_at = find_next_end(record)
             self.deadlines.push(record)
@@ -257,6 +272,7 @@ class PlacedClaims(Placement):
                     self.cover(block, self.records.share(claims))
                 else:
                     self._drop(block)
+                self.note_taken([block])
                 continue
             freed_at = now if restarts or record is None or record.is_shared else record.freed_at
             strength = EXPIRED if record is None else record.strength

@@ -8,14 +8,13 @@ from kv_pool import (
     InvalidArgumentError,
     InvalidBlockError,
     KVCacheManager,
-    KVPoolError,
     PinLimitError,
     Request,
     RetentionDirective,
 )
 from kv_pool.core import invariants
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from kv_pool.manager.invariants import check_retention
+from kv_pool.manager.retention.invariants import check_retention
 
 HASHER = BlockHasher("sha256", "s", 4)
 OPTIONS = {"max_pinned_blocks": 4}
@@ -85,7 +84,7 @@ def test_a_block_of_high_priority_outlives_younger_ones_without():
     bench = Bench(4)
     bench.run("old", prompt(1, 2), RetentionDirective(priority=80))
     bench.run("young", prompt(2, 2))
-    assert state(bench.pool) == "free: 4* 3* | in use: 1* 2*"
+    assert state(bench.pool) == "free: 4* 3* 2* 1*"
     assert bench.retention.num_kept == 2
     assert bench.manager.get_num_free_blocks() == 4
     bench.run("next", prompt(3, 2))
@@ -101,7 +100,7 @@ def test_kept_blocks_are_given_up_when_nothing_else_is_left():
     assert bench.retention.num_kept == 1
     assert bench.start("more", prompt(3, 2)) is None
     assert bench.start("last", prompt(3, 1)) is not None
-    assert not bench.retention.is_active
+    assert bench.retention.num_kept == 0
 
 
 def test_a_block_of_low_priority_goes_before_older_ones_without_but_after_empty_ones():
@@ -177,12 +176,12 @@ def test_an_evicted_block_loses_its_directive():
     bench.run("a", prompt(1, 1), RetentionDirective(priority=90))
     bench.manager.evict_blocks([1])
     bench.check()
-    assert state(bench.pool) == "free: 1 2 3 4"
+    assert state(bench.pool) == "free: 2 3 4 1"
     assert not bench.retention.is_active
     request = bench.start("b", prompt(2, 1), RetentionDirective(priority=90))
-    bench.manager.evict_blocks([1])
+    bench.manager.evict_blocks([2])
     bench.manager.free(request)
-    assert state(bench.pool) == "free: 1 2 3 4"
+    assert state(bench.pool) == "free: 2 3 4 1"
     assert not bench.retention.is_active
 
 
@@ -219,7 +218,7 @@ def test_directives_of_free_blocks_change_by_their_prefix():
     request = bench.run("a", prompt(1, 3))
     assert bench.retention.change_directives(request, [RetentionDirective(0, 8, priority=90)]) == 2
     bench.check()
-    assert state(bench.pool) == "free: 4 5 6 3* | in use: 1* 2*"
+    assert state(bench.pool) == "free: 4 5 6 3* 2* 1*"
     bench.clock.now += 50
     assert bench.retention.change_directives(request, [RetentionDirective(4, 8, duration_s=5)]) == 1
     bench.clock.now += 4
@@ -239,10 +238,10 @@ def test_pinned_blocks_are_never_taken_and_not_counted_as_free():
     assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (0, 2, 2)
     assert bench.manager.get_num_free_blocks() == 2
     assert bench.start("b", prompt(2, 3)) is None
-    assert bench.retention.reclaim(5) == 0
     assert bench.count_hits(prompt(1, 2)) == 8
     bench.clock.now += 5
-    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (2, 0, 0)
+    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (0, 0, 0)
+    assert bench.manager.get_num_free_blocks() == 4
     assert bench.start("b", prompt(2, 3)) is not None
     assert bench.count_hits(prompt(1, 2)) == 4
 
@@ -319,7 +318,7 @@ def test_a_session_ends_at_its_deadline_or_when_it_is_told_to():
     assert bench.retention.list_sessions() == [("first", 110), ("second", 120)]
     assert bench.retention.end_session("second")
     assert not bench.retention.end_session("second")
-    assert state(bench.pool) == "free: 5 6 4* 3* | in use: 1* 2*"
+    assert state(bench.pool) == "free: 5 6 4* 3* 2* 1*"
     bench.clock.now = 110
     assert bench.retention.list_sessions() == []
     bench.run("c", prompt(3, 3))
@@ -355,7 +354,7 @@ def test_sessions_do_not_pile_up_on_a_block_that_is_always_in_use():
     for number in range(20):
         bench.retention.keep_session(f"s{number}", Request("x", prompt(1, 2), HASHER), bench.clock.now + 1)
         bench.clock.now += 1
-    assert max(map(len, bench.retention._covers.by_claims)) == 1
+    assert {len(record.claims) for record in bench.retention._records.list_records()} == {1}
 
 
 def test_kept_blocks_that_are_freed_once_more_are_refused():
@@ -364,18 +363,9 @@ def test_kept_blocks_that_are_freed_once_more_are_refused():
     blocks = list(bench.manager.get_table("a").blocks)
     bench.manager.free(request)
     before = bench.snapshot()
-    with pytest.raises(InvalidBlockError, match="a block that the retention keeps"):
-        bench.retention.free_blocks([bench.pool.get_new_blocks(0), *blocks][1:])
+    with pytest.raises(InvalidBlockError, match="is free"):
+        bench.manager.free_blocks(blocks)
     assert bench.snapshot() == before
-    taken = bench.start("b", [*prompt(1, 2), 0])
-    bench.retention.set_directives("b", [RetentionDirective(priority=90)])
-    first = bench.manager.get_table("b").blocks[0]
-    before = bench.snapshot()
-    with pytest.raises(KVPoolError):
-        bench.retention.free_blocks([first, first])
-    assert bench.snapshot() == before
-    bench.manager.free(taken)
-    bench.check()
 
 
 def test_a_reset_gives_everything_up_but_not_while_something_is_in_use(caplog):
@@ -439,7 +429,7 @@ def test_a_retention_belongs_to_its_managers_pool():
 
 def test_a_pool_has_one_retention_since_its_blocks_have_room_for_one():
     bench = Bench(4)
-    with pytest.raises(InvalidArgumentError, match="has a retention already"):
+    with pytest.raises(InvalidArgumentError, match="has a placement already"):
         BlockRetention(bench.pool, bench.clock)
 
 
@@ -466,12 +456,8 @@ def test_a_table_with_several_kinds_of_claims_is_kept_by_what_each_block_has():
     bench.check()
     bench.manager.free(both)
     bench.check()
-    assert state(bench.pool) == "free: 5 6 7 8 | in use: 1* 2* 3* 4*"
-    victims = []
-    while bench.retention.reclaim(1):
-        victims.append(bench.pool.free_block_queue.get_all_free_blocks()[0].block_id)
-        bench.check()
-    assert victims == [4, 3, 2, 1]
+    assert state(bench.pool) == "free: 5 6 7 8 4* 3* 2* 1*"
+    assert [block.block_id for block in bench.pool.get_new_blocks(8)] == [5, 6, 7, 8, 4, 3, 2, 1]
 
 
 def test_without_directives_the_retention_is_never_called():
@@ -487,4 +473,4 @@ def test_many_deadlines_of_blocks_gone_do_not_pile_up():
     for number in range(500):
         bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
     assert len(bench.retention._deadlines.entries) < 80
-    assert bench.retention._covers.num_blocks <= 4
+    assert len(bench.retention._records.list_records()) <= 4

@@ -11,8 +11,9 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import KVPoolError
-from kv_pool.manager.invariants import check_leases, check_manager, check_retention
+from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.leases import BlockLeases
+from kv_pool.manager.retention.invariants import check_retention
 
 HASHER = BlockHasher("sha256", "s", 4)
 POOLS = {"blocks": BlockPool, "runs": RunBlockPool}
@@ -34,7 +35,7 @@ class Bench:
         self.pool = pool_class(31, True, 4, enable_kv_cache_events=True)
         self.retention = BlockRetention(self.pool, self.clock, max_pinned_blocks=6, max_sessions=2)
         self.manager = KVCacheManager(self.pool, retention=self.retention)
-        self.leases = BlockLeases(self.pool, self.clock, self.retention)
+        self.leases = BlockLeases(self.pool, self.clock)
         self.requests = {}
         self.run("low", 200, RetentionDirective(0, 12, priority=10))
         self.run("high", 300, RetentionDirective(0, 12, priority=90), RetentionDirective(4, 8, 95))
@@ -83,10 +84,8 @@ class Bench:
         check_retention(self.retention)
         invariants.check(self.pool)
         check_leases(self.leases)
-        held = [block for lease in self.leases.list_leases() for block in lease.blocks]
-        held += [block for block in self.pool.blocks if self.retention._kept.find_batch(block) is not None]
-        check_manager(self.manager, self.requests.values(), held)
-        assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases())
+        check_manager(self.manager, self.requests.values())
+        assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases()) + 1  # that of the pins
 
 
 def end_claims(bench):
@@ -97,6 +96,12 @@ def end_claims(bench):
 def end_session(bench):
     bench.wait(60)
     assert bench.retention.num_kept >= 0
+
+
+def forget(bench):
+    blocks = bench.find("high")
+    bench.pool.evict_blocks([block.block_id for block in blocks])
+    bench.retention.forget_blocks(blocks)
 
 
 RETENTION_CALLS = {
@@ -117,9 +122,8 @@ RETENTION_CALLS = {
     "a session ended": lambda bench: bench.retention.end_session("one"),
     "claims over": end_claims,
     "a session over": end_session,
-    "room made": lambda bench: bench.retention.make_room(14),
-    "blocks reclaimed": lambda bench: bench.retention.reclaim(5),
-    "blocks forgotten": lambda bench: bench.retention.forget_blocks(bench.find("high")),
+    "blocks claimed": lambda bench: bench.retention.claim_blocks(bench.find("running"), 95),
+    "blocks forgotten": lambda bench: forget(bench),
     "all released": lambda bench: bench.retention.release_all(),
     "a request forgotten": lambda bench: bench.retention.forget_request("sharing"),
 }

@@ -15,7 +15,7 @@ from manager.swap.test_swapper import FULL_AND_WINDOW
 from manager.swap_engine import SwapEngine
 
 from kv_pool import RetentionDirective
-from kv_pool.manager.invariants import check_retention
+from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.swap import invariants as swap_invariants
 
 SHAPES = {

@@ -1,0 +1,113 @@
+"""`takes`, `takes_given`: decorators that give a command the options of settings, and make settings of them.
+
+The settings declare their options (`replay/option.py`); a command names those that it offers, in their order.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_origin
+
+import typer
+
+from kv_pool.replay.option import Option, list_options
+
+_Settings = TypeVar("_Settings")
+_Command = Callable[..., None]
+_Decorator = Callable[[_Command], _Command]
+
+
+def takes(settings_class: type[_Settings], order: str, **found: object) -> _Decorator:
+    """Decorate a command whose first argument is made from options of these settings.
+
+    Args:
+        order: names of options, as in the help: of the settings, and of the command's other parameters.
+        found: fields without an option that the command replaces.
+    """
+
+    def make_settings(given: dict[str, Any]) -> _Settings:
+        return _make_settings(settings_class, given, found)
+
+    return _decorate(make_settings, _make_parameters(settings_class), order)
+
+
+def takes_given(settings_class: type, order: str) -> _Decorator:
+    """Decorate a command whose first argument is a dict of these settings, None for what is not given."""
+    defaults = settings_class()
+    parameters = {}
+    for name, value_type, option in list_options(settings_class):
+        default = getattr(defaults, name)
+        if get_origin(value_type) is Literal:
+            value_type = str  # the settings refuse other values in a message of their own
+        text = f"{option.help} Default: {default}." if default else option.help
+        parameters[name] = _make_parameter(name, value_type | None, None, replace(option, help=text))
+    return _decorate(dict, parameters, order)
+
+
+def _decorate(
+    make_first: Callable[[dict[str, Any]], object], parameters: dict[str, inspect.Parameter], order: str
+) -> _Decorator:
+    def decorate(command: _Command) -> _Command:
+        _, *own = inspect.signature(command).parameters.values()
+        known = {**parameters, **{each.name: each for each in own}}
+
+        def run(**given: Any) -> None:
+            others = {each.name: given.pop(each.name) for each in own}
+            command(make_first(given), **others)
+
+        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        by_keyword = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in order.split()]
+        run.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
+        run.__annotations__ = {}  # typer reads those of the signature
+        return run
+
+    return decorate
+
+
+def _make_parameters(settings_class: type) -> dict[str, inspect.Parameter]:
+    """Return the parameters for these settings, and for those that are fields of them, by option name."""
+    parameters = {}
+    options = {name: (value_type, option) for name, value_type, option in list_options(settings_class)}
+    for field in fields(settings_class):
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            parameters.update(_make_parameters(field.type))
+        elif field.name in options:
+            value_type, option = options[field.name]
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            if option.parse is not None:
+                value_type, default = str, option.show(default)
+            name = option.name or field.name
+            parameters[name] = _make_parameter(name, value_type, default, option)
+    return parameters
+
+
+def _make_parameter(name: str, value_type: Any, default: object, option: Option) -> inspect.Parameter:
+    annotation = declare(value_type, option, *[f"--{name.replace('_', '-')}"] * (value_type is bool))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def declare(value_type: Any, option: Option, *flags: str) -> Any:
+    """Return the annotation of a command's parameter for an option."""
+    if option.is_argument:
+        return Annotated[value_type, typer.Argument(metavar=option.metavar, help=option.help)]
+    return Annotated[
+        value_type,
+        typer.Option(
+            *flags, help=option.help, metavar=option.metavar, min=option.min, rich_help_panel=option.panel
+        ),
+    ]
+
+
+def _make_settings(
+    settings_class: type[_Settings], given: dict[str, Any], found: dict[str, Any]
+) -> _Settings:
+    """Make settings from values by option name. Raises InvalidArgumentError."""
+    values = dict(found)
+    for name, _, option in list_options(settings_class):
+        text = given.get(option.name or name, MISSING)
+        if text is not MISSING:
+            values[name] = text if option.parse is None else option.parse(text)
+    for field in fields(settings_class):  # type: ignore[arg-type]
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            values[field.name] = _make_settings(field.type, given, {})
+    return settings_class(**values)

@@ -1,0 +1,244 @@
+"""`SubscriberSockets`: the sockets of a subscriber: live batches, answers, the state of the connection."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kv_pool.errors import EndpointError, InvalidArgumentError
+from kv_pool.events.curve_keys import CurveKeys
+from kv_pool.events.endpoints import is_ipv6
+from kv_pool.events.growing_pause import GrowingPause
+from kv_pool.events.sequence_frames import pack_sequence
+from kv_pool.events.zmq_module import zmq
+
+# What is read from a socket before items are handed on: enough to spread the cost of a turn, little enough
+# that decoded batches take little memory.
+READ_AT_ONCE = 16
+READ_BYTES_AT_ONCE = 2**18
+
+_REPLAY_HWM = 1000
+_FIRST_RECONNECT_S = 0.2
+_MAX_RECONNECT_S = 5.0
+
+
+class Arrived(NamedTuple):
+    """What was read from the live socket and its monitor.
+
+    Attributes:
+        messages: the frames of each live message.
+        num_connections: times that the connection was made.
+        has_any: there was something to read.
+    """
+
+    messages: list[list[bytes]]
+    num_connections: int
+    has_any: bool
+
+
+class SubscriberSockets:
+    """A SUB socket with its monitor, a DEALER socket for each request, and a pair of sockets to end a wait.
+
+    Args:
+        endpoint: the publisher's PUB socket.
+        topic: only batches whose topic begins so.
+        binds: bind `endpoint` instead.
+        hwm: live batches that ZeroMQ keeps; more are dropped.
+        max_message_bytes: size of one frame; a publisher that sends a larger one is disconnected from.
+        curve: keys, where the publisher encrypts.
+        context: a ZeroMQ context to use; its own if None.
+        clock: seconds.
+
+    Attributes:
+        endpoint: with the real port.
+
+    Raises:
+        EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
+        InvalidArgumentError: a key that cannot be used. Nothing is left open.
+
+    One thread or task at a time; `wake` from any.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        topic: str,
+        binds: bool,
+        hwm: int,
+        max_message_bytes: int,
+        curve: CurveKeys | None,
+        context: "zmq.Context[Any] | None",
+        clock: Callable[[], float],
+    ) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._curve = curve
+        self._clock = clock
+        self._binds = binds
+        self._reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
+        self._owns_context = context is None
+        self._context: zmq.Context[Any] = zmq.Context() if context is None else context
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._live: zmq.SyncSocket = self._context.socket(zmq.SUB)
+        self._monitor: zmq.SyncSocket | None = None
+        self._replay: zmq.SyncSocket | None = None
+        try:
+            self._live.setsockopt(zmq.RCVHWM, hwm)
+            self._monitor = self._live.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            )
+            self.endpoint = self._attach(self._live, endpoint, binds)
+            self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- waiting -----------------------------------------------------------------------------------
+
+    @property
+    def reconnect_at(self) -> float | None:
+        """When `reconnect_if_due` has something to do; None for not."""
+        return self._reconnecting.due_s
+
+    def wait(self, wait_s: float | None) -> None:
+        """Wait until a socket has something or `wake` is called, for `wait_s` at most; None for no limit."""
+        poller = zmq.Poller()
+        for one in self._list():
+            poller.register(one, zmq.POLLIN)
+        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        # Rounded up, since waking a moment too early would mean to turn around for nothing.
+        poller.poll(None if wait_s is None else int(wait_s * 1000) + 1)
+
+    async def wait_async(self, wait_s: float | None) -> None:
+        """Wait until a socket may have something, by ZeroMQ's descriptors: its sockets need no other kind."""
+        loop = asyncio.get_running_loop()
+        has_news = asyncio.Event()
+        descriptors: list[Any] = [self._wake_reader.fileno(), *(one.FD for one in self._list())]
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, has_news.set)
+        try:
+            # A descriptor tells of changes only: what came before it was watched has to be looked for.
+            if not any(int(one.EVENTS) & zmq.POLLIN for one in self._list()):
+                await asyncio.wait_for(has_news.wait(), wait_s)
+        except TimeoutError:
+            pass
+        finally:
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
+
+    def wake(self) -> None:
+        """End a wait, this one or the next."""
+        self._wake_writer.send(b"x")
+
+    def _list(self) -> list["zmq.SyncSocket"]:
+        return [one for one in (self._monitor, self._live, self._replay) if one is not None]
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def read(self) -> Arrived:
+        """Take some of what has arrived, without waiting.
+
+        The monitor is read last, so for each message it has told of the connection that the message came by.
+        """
+        messages: list[list[bytes]] = []
+        num_bytes = num_events = num_connections = 0
+        while len(messages) < READ_AT_ONCE and num_bytes < READ_BYTES_AT_ONCE:
+            message = receive(self._live)
+            if message is None:
+                break
+            messages.append(message)
+            num_bytes += len(message[-1])
+        while self._monitor is not None and (event := receive(self._monitor)) is not None:
+            num_events += 1
+            if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+                # ZeroMQ connects again by itself, but not after a message beyond the size limit.
+                if not self._binds and self._reconnecting.due_s is None:
+                    self._reconnecting.plan(self._clock())
+            else:
+                num_connections += 1
+                self._reconnecting.due_s = None
+        if messages:
+            self._reconnecting.shorten()
+        return Arrived(messages, num_connections, bool(messages) or num_events > 0)
+
+    def read_reply(self) -> list[bytes] | None:
+        """Take the next frames that answer the last request; None if there are none yet, or no request."""
+        return None if self._replay is None else receive(self._replay)
+
+    def reconnect_if_due(self) -> None:
+        """Connect again where ZeroMQ does not."""
+        if self._reconnecting.is_due(self._clock()):
+            self._reconnecting.due_s = None
+            with contextlib.suppress(zmq.ZMQError):  # ZeroMQ has given this connection up itself
+                self._live.disconnect(self.endpoint)
+            self._live.connect(self.endpoint)
+
+    # ---- requests, opening, closing ----------------------------------------------------------------
+
+    def ask(self, replay_endpoint: str | None, start: int | None) -> None:
+        """Request batches from `start` on over a connection of its own, and drop the last request.
+
+        Without an endpoint or a start nothing is requested any more.
+        """
+        if self._replay is not None:
+            self._replay.close(linger=0)
+            self._replay = None
+        if start is None or replay_endpoint is None:
+            return
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.setsockopt(zmq.LINGER, 0)
+        # Beyond this the publisher's side waits: a ROUTER keeps a whole replay for its reader.
+        self._replay.setsockopt(zmq.RCVHWM, _REPLAY_HWM)
+        self._attach(self._replay, replay_endpoint, False)
+        self._replay.send_multipart([b"", pack_sequence(start)])
+
+    def _attach(self, one: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
+        """Connect or bind; return the endpoint with its real port."""
+        try:
+            one.setsockopt(zmq.LINGER, 0)
+            one.setsockopt(zmq.IPV6, is_ipv6(endpoint))
+            one.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+            if self._curve is not None:
+                one.curve_serverkey = self._curve.server_public_key
+                one.curve_publickey = self._curve.public_key
+                one.curve_secretkey = self._curve.secret_key
+            if not binds:
+                one.connect(endpoint)
+                return endpoint
+            one.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EINVAL and self._curve is not None:
+                raise InvalidArgumentError(
+                    f"keys of {endpoint}: {error}; they are 40 bytes of Z85"
+                ) from error
+            verb = "bind" if binds else "connect to"
+            raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}") from error
+        return bytes(one.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def close(self) -> None:
+        """Close all sockets, and the context if it is its own. Call it once."""
+        if self._monitor is not None:
+            self._live.disable_monitor()
+            self._monitor.close(linger=0)
+        for one in (self._live, self._replay):
+            if one is not None:
+                one.close(linger=0)
+        self._wake_reader.close()
+        self._wake_writer.close()
+        if self._owns_context:
+            self._context.term()
+
+
+def receive(one: "zmq.SyncSocket") -> list[bytes] | None:
+    """Return the next message of a socket, None if there is none yet."""
+    try:
+        frame = one.recv(zmq.NOBLOCK, copy=False, track=False)
+    except zmq.Again:
+        return None
+    # Not `recv_multipart`, which takes 1 µs for each frame to ask the socket whether another one follows.
+    frames = [frame.bytes]
+    while frame.more:
+        frame = one.recv(copy=False, track=False)
+        frames.append(frame.bytes)
+    return frames

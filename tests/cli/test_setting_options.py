@@ -1,0 +1,150 @@
+"""Commands offer what settings declare, and make the settings again from what is given."""
+
+import inspect
+from dataclasses import dataclass, field, fields
+from typing import Annotated
+
+import pytest
+
+from kv_pool import InvalidArgumentError
+from kv_pool.cli.replay import replay
+from kv_pool.cli.serve import serve
+from kv_pool.cli.setting_options import takes, takes_given
+from kv_pool.cli.sweep import sweep
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.replay.option import Option, describe_options, list_options
+from kv_pool.replay.settings import EngineRates, ReplaySettings
+
+
+def read_rate(text):
+    if not text.endswith("GB"):
+        raise InvalidArgumentError(f"{text!r} is not a rate")
+    return int(text[:-2]) * 10**9
+
+
+@dataclass(frozen=True)
+class Rates:
+    copy_bytes_per_s: Annotated[
+        int, Option("A rate.", name="copy_rate", parse=read_rate, show=lambda rate: f"{rate // 10**9}GB")
+    ] = 2 * 10**9
+
+
+@dataclass(frozen=True)
+class Settings:
+    trace: Annotated[str, Option("A trace.", is_argument=True)]
+    num_blocks: int
+    limit: Annotated[int | None, Option("A limit.", min=1)] = None
+    is_loud: Annotated[bool, Option("Loud.", name="loud")] = False
+    rates: Rates = field(default_factory=Rates)
+
+
+@describe_options
+@dataclass
+class Described:
+    """Something.
+
+    Attributes:
+        size: of it.
+    """
+
+    size: int = 0
+    limit: Annotated[int, Option("At most.")] = 1
+
+
+def call(order, *, found=(), **given):
+    """What a command that takes Settings is called with."""
+    called = []
+
+    @takes(Settings, order, **dict(found))
+    def command(settings, own=None):
+        called.append((settings, own))
+
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(command).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    command(**{**defaults, **given})
+    return called[0]
+
+
+def offered(command):
+    return set(inspect.signature(command).parameters)
+
+
+def names_of(settings_class):
+    return {option.name or name for name, _, option in list_options(settings_class)}
+
+
+def test_settings_are_made_from_options_by_their_own_names():
+    settings, own = call(
+        "trace limit loud copy_rate own",
+        found={"num_blocks": 7},
+        trace="t",
+        limit=3,
+        loud=True,
+        copy_rate="5GB",
+        own="mine",
+    )
+    assert settings == Settings("t", 7, 3, True, Rates(5 * 10**9))
+    assert own == "mine"
+
+
+def test_options_that_are_not_given_have_the_defaults_of_the_settings():
+    settings, _ = call("trace limit loud copy_rate own", found={"num_blocks": 7}, trace="t")
+    assert settings == Settings("t", 7)
+
+
+def test_options_that_a_command_does_not_offer_have_the_defaults_too():
+    settings, own = call("own trace", found={"num_blocks": 7}, trace="t")
+    assert (settings, own) == (Settings("t", 7), None)
+
+
+def test_an_unreadable_value_is_refused():
+    with pytest.raises(InvalidArgumentError, match="'fast' is not a rate"):
+        call("trace copy_rate own", found={"num_blocks": 7}, trace="t", copy_rate="fast")
+
+
+def test_the_order_of_the_help_is_the_given_one():
+    @takes(Settings, "own copy_rate trace")
+    def command(settings, own=None):
+        raise AssertionError
+
+    assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
+
+
+def test_a_name_in_the_order_that_nothing_declares_is_an_error():
+    with pytest.raises(KeyError, match="limt"):
+        takes(Settings, "trace limt")(lambda settings: None)
+
+
+def test_settings_of_a_file_are_overridden_only_by_what_is_given():
+    called = []
+
+    @takes_given(ServeSettings, "blocks peer config")
+    def command(given, config=None):
+        called.append((given, config))
+
+    parameters = inspect.signature(command).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == dict.fromkeys(
+        ("blocks", "peer", "config")
+    )
+    command(blocks=5, peer=None, config="file")
+    assert called == [({"blocks": 5, "peer": None}, "file")]
+
+
+def test_every_option_of_the_settings_is_offered():
+    assert names_of(ReplaySettings) | names_of(EngineRates) <= offered(replay)
+    assert names_of(ServeSettings) <= offered(serve)
+    assert offered(sweep) - offered(replay) == {"png", "overlay", "jobs"}
+
+
+@pytest.mark.parametrize("settings_class", [ReplaySettings, EngineRates])
+def test_choices_include_the_default(settings_class):
+    defaults = {each.name: each.default for each in fields(settings_class)}
+    for name, _, option in list_options(settings_class):
+        assert not option.choices or defaults[name] in option.choices
+
+
+def test_the_help_of_options_documents_the_fields():
+    assert inspect.getdoc(Described) == "Something.\n\nAttributes:\n    size: of it.\n    limit: At most."

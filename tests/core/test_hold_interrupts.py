@@ -1,0 +1,152 @@
+"""Calls about holds that a signal handler breaks off: no reference is lost or left without one."""
+
+import random
+from collections import Counter
+
+import pytest
+from drawing import blocks, make_pool
+from interrupting import interrupt_everywhere, interrupt_twice_at_random
+
+from kv_pool import BlockPool
+from kv_pool.contiguous import invariants as run_invariants
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core import invariants
+from kv_pool.core.eviction_order import Placement
+from kv_pool.core.holds import HoldState
+
+PICTURE = "free: 3 4 1* 2* 7* | in use: 5 6*x2 8* 9"
+
+
+class KeepsCachedBlocks(Placement):
+    """Moves cached blocks that become free to band 3."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def place(self, freed):
+        kept = [block for block in freed if block.ref_cnt == 0 and block.block_hash and not block.is_null]
+        self.pool.move_to_band(list(dict.fromkeys(kept)), 3)
+
+    def note_reset(self):
+        pass
+
+    def note_removed(self, blocks):
+        pass
+
+    def recover(self):
+        self.pool.move_to_band(
+            [block for block in self.pool.free_block_queue.get_all_free_blocks() if block.block_hash], 3
+        )
+
+
+class Bench:
+    """A pool with holds, and what their owners know of."""
+
+    def __init__(self, kind):
+        self.now = 10.0
+        pool_type = RunBlockPool if kind.startswith("runs") else BlockPool
+        self.pool = make_pool(PICTURE, pool_type, clock=lambda: self.now)
+        if pool_type is RunBlockPool:
+            self.pool.rebuild_index()
+        if kind.endswith("bands"):
+            self.pool.open_bands(KeepsCachedBlocks(self.pool))
+        self.table = blocks(self.pool, 5, 6, 6, 8, 9)  # references of an owner
+        self.known = []  # holds of an owner
+        self.first = self.pool.hold(blocks(self.pool, 5, 1, 8), "first", until=20)
+        self.second = self.pool.holds.open(blocks(self.pool, 8, 2), "second", False, 15.0, True)
+        self.third = self.pool.hold(blocks(self.pool, 8, 1, 9), "third", movable=True, until=16)
+        self.known += [self.first, self.second, self.third]
+
+    def check(self):
+        """After the next call about holds, which completes what was interrupted, all references are owned."""
+        pool = self.pool
+        with pool.hold(blocks(pool, 6), "another"):
+            pass
+        pool.get_new_blocks(0)  # the index of a pool with runs may be stale
+        (run_invariants if isinstance(pool, RunBlockPool) else invariants).check(pool)
+        assert set(pool.holds.list_holds()) <= set(self.known)
+        references = Counter(self.table)
+        for hold in self.known:
+            assert hold.is_released == (hold.state in (HoldState.RELEASED, HoldState.EXPIRED))
+            assert not (hold.is_released and hold.blocks)
+            references.update(hold.blocks)
+        assert references == {block: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
+        for hold in self.known:
+            if not hold.is_released:
+                hold.release()
+        pool.free_blocks(self.table)
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+    def check_deadlines(self):
+        """Besides, each open hold with a deadline expires at it."""
+        open_holds = [hold for hold in self.known if hold.until is not None]
+        deadlines = sorted(hold.until for hold in open_holds)
+        for hold in open_holds:
+            assert hold.until in (15, 16, 17, 20, 30)
+        for deadline in deadlines:
+            self.now = deadline - 0.5
+            assert self.pool.expire_holds() == []
+            self.now = deadline
+            assert len(self.pool.expire_holds()) == 1
+        self.check()
+
+
+def expire_all(bench):
+    bench.now = 25.0
+    bench.pool.expire_holds()
+
+
+# A function, since a moment after the end of a lambda is one, at which its result would be lost.
+def hold_three(bench):
+    bench.pool.hold(blocks(bench.pool, 9, 1, 7), "new", until=30)
+
+
+def hold_nothing(bench):
+    bench.pool.hold([], "new")
+
+
+def hold_for_a_list(bench):
+    bench.pool.holds.open_onto(blocks(bench.pool, 9, 1, 7), "new", bench.known)
+
+
+CALLS = {
+    "hold": hold_three,
+    "hold nothing": hold_nothing,
+    "hold, onto": hold_for_a_list,
+    "add": lambda bench: bench.first.add(blocks(bench.pool, 7, 9, 6, 2)),
+    "remove": lambda bench: bench.first.remove(blocks(bench.pool, 1, 8, 2)),
+    "release": lambda bench: bench.first.release(),
+    "extend": lambda bench: bench.first.extend(17),
+    "expire": expire_all,
+    "adopt": lambda bench: bench.pool.holds.adopt(bench.distinct, "adopted", bench.known),
+    "hand over": lambda bench: bench.pool.holds.hand_over(bench.third, bench.table),
+}
+KINDS = ["plain", "runs", "plain, bands", "runs, bands"]
+
+
+def make(kind):
+    """A bench; references to distinct blocks, for the call that needs such, are listed apart."""
+    bench = Bench(kind)
+    bench.distinct = [bench.table.pop(), bench.table.pop()]
+    return bench
+
+
+def check(bench):
+    bench.table += bench.distinct
+    bench.check_deadlines()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_any_moment_loses_and_leaks_no_reference(name, kind):
+    tried, broken = interrupt_everywhere(lambda: make(kind), CALLS[name], check)
+    assert not broken, f"{name}, {kind}: {len(broken)} of {tried}: {broken[:3]}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_of_the_undoing_loses_and_leaks_no_reference(name, kind):
+    tried, broken = interrupt_twice_at_random(
+        lambda: make(kind), CALLS[name], check, random.Random(f"{name}, {kind}"), 60
+    )
+    assert not broken, f"{name}, {kind}: {len(broken)} of {tried}: {broken[:3]}"

@@ -1,0 +1,212 @@
+"""Checks after each step: every byte, every reference, every hold, every numbered invariant.
+
+`list_references` lists the references besides those of tables, `list_held` the blocks that keep their ids.
+Both follow from what holds are today; change them together with the holds.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from kv_pool.adapter import invariants as adapter_invariants
+from kv_pool.manager.invariants import check_leases, check_manager
+from kv_pool.manager.retention.invariants import check_retention
+from kv_pool.manager.swap import invariants as swap_invariants
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers import invariants as tier_invariants
+
+# Operations that take blocks and free none.
+TAKING = {"admit", "begin_load", "swap_in", "hit_host", "read_tiers", "compact", "lend", "write", "go_on"}
+
+
+def check_node(node, movings):
+    """Check one node. O(blocks)."""
+    for promise in node.list_promises():
+        promise.check()
+    for writer in node.writers:
+        writer.check()
+    check_leases(node.leases)
+    leases = [*node.readers, *(writer.lease for writer in node.writers)]
+    if Counter(map(id, leases)) != Counter(map(id, node.leases.list_leases())):
+        raise AssertionError(f"{node.name}: {node.leases.list_leases()} are lent, not {leases}")
+    check_cached(node, node.device)
+    check_tiers(node)
+    if hasattr(node, "manager"):
+        check_manager_node(node, movings)
+    else:
+        check_adapter_node(node, movings)
+    held = Counter(block.block_id for block in list_held(node, movings))
+    found = Counter(block.block_id for hold in node.pool.holds.list_holds() for block in hold.blocks)
+    if held != found:
+        raise AssertionError(
+            f"{node.name}: the holds are {sorted(found.items())}, not {sorted(held.items())}"
+        )
+
+
+def list_references(node, movings):
+    """Return the blocks on which something besides tables and holds has a reference, once for each."""
+    blocks = [block for moving in movings if moving.target is node for block in moving.list_room()]
+    if hasattr(node, "manager"):
+        blocks += list_frozen(node, movings)
+        blocks += list_planned(node)
+    return blocks
+
+
+def list_held(node, movings):
+    """Return the blocks that are held, once for each hold."""
+    blocks = [block for lease in node.leases.list_leases() for block in lease.blocks]
+    blocks += [block for moving in movings if moving.target is node for block in moving.list_room()]
+    blocks += node.touched
+    blocks += list_frozen(node, movings)
+    if hasattr(node, "manager"):
+        blocks += list_planned(node)
+        blocks += node.retention._placed.held.blocks
+    else:
+        blocks += [node.pool.blocks[block_id] for block_id in node.list_pinned()]
+    return blocks
+
+
+def list_frozen(node, movings):
+    return [
+        block
+        for moving in movings
+        if moving.source is node and moving.sequence is not None and not moving.was_acknowledged
+        for block in moving.selection.blocks
+    ]
+
+
+def list_planned(node):
+    blocks = [
+        block
+        for plan in node.swapper.list_open_plans()
+        for block in plan.list_blocks(node.swapper._device)
+        if not block.is_null
+    ]
+    return blocks + [
+        block
+        for plan in node.read_back.list_open_plans()
+        for block in plan.list_blocks()
+        if not block.is_null
+    ]
+
+
+def check_manager_node(node, movings):
+    requests = [sequence.request for sequence in [*node.running, *node.loading]]
+    check_manager(node.manager, requests, list_references(node, movings))
+    check_retention(node.retention)
+    swap_invariants.check(node.swapper)
+    tier_invariants.check(node.read_back)
+    check_cached(node, node.host)
+    check_pinned(node)
+    check_held_keys(node)
+    assert sorted(node.swapper.list_swapped_out()) == sorted(one.name for one in node.swapped)
+    assert sorted(node.manager.list_request_ids()) == sorted(one.request_id for one in requests)
+    plans = [*node.swapper.list_open_plans(), *node.read_back.list_open_plans()]
+    assert {plan.request_id for plan in plans} == {one.name for one in node.planned}
+    for sequence in node.running:
+        check_sequence(node, sequence, sequence.request.num_computed_tokens)
+    for sequence, (_, num_present) in node.loading.items():
+        for group_id, block_ids in enumerate(node.list_tables(sequence)):
+            start = node.groups[group_id].count_skipped_tokens(sequence.request.num_computed_tokens)
+            node.device.check(block_ids, sequence, start, num_present, group_id)
+    for sequence in node.swapped:
+        num_computed = sequence.request.num_computed_tokens
+        for group_id, group in enumerate(node.groups):
+            block_ids = node.swapper.get_host_block_ids(sequence.name, group_id)
+            start = group.count_skipped_tokens(num_computed)
+            node.host.check(block_ids, sequence, start, num_computed, group_id)
+
+
+def check_pinned(node):
+    """Check that what was pinned is cached still, unless the last operation may have ended pins."""
+    cached = node.pool.cached_block_hash_to_block
+    if node.last_operation in TAKING:
+        for key in node.pinned_keys:
+            if cached.get_one_block(key) is None:
+                raise AssertionError(f"{node.name}: a pinned block was evicted by {node.last_operation}")
+    pinned = node.retention._pins.blocks
+    node.pinned_keys = [block.block_hash for block in pinned if block.block_hash is not None]
+
+
+def check_held_keys(node):
+    """Check that tiers still have what open plans are to read, unless it was found to be wrong."""
+    for opened in node.planned.values():
+        if node.is_read_back(opened) and not opened.is_void and not node.cache.has_all(opened.plan.keys):
+            raise AssertionError(f"{node.name}: a tier evicted what {opened.plan!r} is to read")
+
+
+def check_sequence(node, sequence, end):
+    """Check all that the next token of a request attends to."""
+    for group_id, block_ids in enumerate(node.list_contents(sequence)):
+        start = node.groups[group_id].count_skipped_tokens(end)
+        node.device.check(block_ids, sequence, start, end, group_id)
+
+
+def check_adapter_node(node, movings):
+    held = [block for hold in node.pool.holds.list_holds() for block in hold.blocks]
+    adapter_invariants.check(node.gpu_pool, [*list_references(node, movings), *held])
+    tier_invariants.check_cache(node.cache)
+    for sequence in node.list_sequences():
+        block_ids = node.gpu_pool.blocks_of(sequence.number)
+        assert block_ids == node.ids_of(sequence), f"sequence {sequence.number} was not told of moves"
+        node.device.check(block_ids, sequence, *node.list_written(sequence))
+
+
+def check_cached(node, side):
+    """Check that cached blocks hold what their keys promise."""
+    promised = node.world.promised
+    pool = side.pool
+    for block in pool.blocks:
+        if block.block_hash is not None:
+            keys = [block.block_hash, *pool.cached_block_hashes_by_block.get(block.block_id, ())]
+            for key in keys:
+                if not np.array_equal(side.kv[block.block_id], promised[key]):
+                    raise AssertionError(
+                        f"{node.name}: block {block.block_id} is cached, and has {side.kv[block.block_id]}, "
+                        f"not {promised[key]}"
+                    )
+
+
+def check_tiers(node):
+    """Check the bytes in tiers, and of pending blocks; a disk is read in one step of twenty."""
+    cache, promised = node.cache, node.world.promised
+    for key, (block, block_id) in cache._pending.items():
+        if block.block_id == block_id and not np.array_equal(node.device.kv[block_id], promised[key]):
+            raise AssertionError(f"{node.name}: block {block_id} was overwritten before a tier had it")
+    for level, tier in enumerate(cache.tiers):
+        if level and not node.world.chance(0.05):
+            continue
+        keys = tier.list_keys()
+        read = tier.read(keys)
+        assert not read.failed
+        content = np.zeros((len(keys) + 1, node.device.kv.shape[1]), np.uint64)
+        moves = list(zip(read.block_ids, range(len(keys)), strict=True))
+        if moves:
+            read.storage.copy_to(BlockStorage.wrap_state([content]), moves)
+        for key, row in zip(read.keys, content, strict=False):
+            if not np.array_equal(row, promised[key]):
+                raise AssertionError(
+                    f"{node.name}: the tier for {tier.medium} has {row}, not {promised[key]}"
+                )
+
+
+def check_idle(node):
+    """Check that nothing is in use, held, lent or planned."""
+    pool = node.pool
+    check_node(node, [])
+    if pool.get_num_free_blocks() != node.num_blocks:
+        in_use = {block.block_id: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
+        raise AssertionError(f"{node.name}: idle, and these blocks have references: {in_use}")
+    held = [hold for hold in pool.holds.list_holds() if hold.blocks]
+    if held:
+        raise AssertionError(f"{node.name}: idle, and {held} are held")
+    if node.leases.list_leases() or node.leases.num_lent_blocks:
+        raise AssertionError(f"{node.name}: idle, and {node.leases.list_leases()} are lent")
+    if node.cache._held:
+        raise AssertionError(f"{node.name}: idle, and tiers hold {len(node.cache._held)} keys")
+    if hasattr(node, "manager"):
+        assert node.host.pool.get_num_free_blocks() == node.host.pool.num_gpu_blocks - 1
+        assert not node.manager.list_request_ids()
+        assert not node.manager.take_block_copies()
+        assert not node.site.list_frozen()
+        assert not node.retention.num_pins

@@ -1,0 +1,132 @@
+"""`Life`: two nodes of one kind; each step is one random operation, and everything is checked after it."""
+
+from collections import deque
+from functools import partial
+
+from lives import moving
+from lives.adapter_node import AdapterNode
+from lives.checks import check_idle, check_node
+from lives.contents import World
+from lives.manager_node import GROUPS, ManagerNode
+
+KINDS = ("manager", "manager with a window", "adapter")
+STEPS_TO_IDLE = 150
+
+
+class Life:
+    """One random life.
+
+    Args:
+        kind: one of KINDS.
+        folder: for a disk tier; None for host memory alone.
+
+    Attributes:
+        operations: the last 30, each with its step, node, name and what came of it.
+        num_steps: so far.
+    """
+
+    def __init__(self, kind, seed, folder=None):
+        self.kind, self.seed = kind, seed
+        is_adapter = kind == "adapter"
+        shape = "window" if kind.endswith("window") else "full"
+        self.world = World(f"{kind} {seed}", 1 if is_adapter else len(GROUPS[shape]))
+        make = AdapterNode if is_adapter else ManagerNode
+        self.nodes = [make(self.world, name, shape, folder) for name in ("left", "right")]
+        self.movings = []
+        self.num_steps = 0
+        self.operations = deque(maxlen=30)
+
+    def run(self, num_steps):
+        """Run `num_steps` steps. Every 150 steps, and at the end, all ends and nothing may be left in use."""
+        for _ in range(num_steps):
+            self.step()
+            if self.num_steps % STEPS_TO_IDLE == 0:
+                self.rest()
+        self.rest()
+
+    def step(self):
+        rng = self.world.rng
+        self.num_steps += 1
+        node = rng.choice(self.nodes)
+        operations = node.list_operations()
+        operations[self.wait] = 3
+        operations[partial(self.migrate, node)] = 3
+        operations[self.go_on] = 12 if self.movings else 0
+        operations[self.give_up] = 0.7 if self.movings else 0
+        (operation,) = rng.choices(list(operations), list(operations.values()))
+        name = getattr(operation, "__name__", "migrate")
+        self.operations.append([self.num_steps, node.name, name])
+        for one in self.nodes:
+            one.last_operation = name
+        outcome = operation()
+        self.operations[-1].append(outcome)
+        self.world.tally[name] += 1
+        self.check()
+
+    def check(self):
+        for node in self.nodes:
+            check_node(node, self.movings)
+
+    # ---- operations on both nodes ----------------------------------------------------------------
+
+    def wait(self):
+        self.world.now += self.world.rng.choice((0.5, 1.0, 3.0))
+        return self.world.now
+
+    def migrate(self, source):
+        if len(self.movings) < 4:
+            begun = moving.begin(source, self.nodes[self.nodes[0] is source])
+            if begun is not None:
+                self.movings.append(begun)
+                return begun.subject
+        return None
+
+    def go_on(self):
+        if self.movings:
+            one = self.world.rng.choice(self.movings)
+            outcome = one.go_on()
+            if one.is_over:
+                self.movings.remove(one)
+            return outcome
+        return None
+
+    def give_up(self):
+        if self.movings:
+            one = self.world.rng.choice(self.movings)
+            outcome = one.break_off()
+            if one.is_over:
+                self.movings.remove(one)
+            return outcome
+        return None
+
+    def rest(self):
+        """All migrations, requests, plans, leases and directives end."""
+        self.operations.append([self.num_steps, "both", "rest"])
+        for node in self.nodes:
+            node.last_operation = "rest"
+        while self.movings:
+            one = self.movings[0]
+            one.go_on() if self.world.chance(0.8) else one.break_off()
+            if one.is_over:
+                self.movings.remove(one)
+        for node in self.nodes:
+            node.close()
+        for node in self.nodes:
+            check_idle(node)
+        self.world.tally["rests"] += 1
+
+    def describe(self):
+        """The seed, the step and the last operations, for a finding."""
+        lines = [f"{self.kind!r}, seed {self.seed}, step {self.num_steps}; the last operations:"]
+        return "\n".join(lines + ["  " + " ".join(map(str, one)) for one in self.operations])
+
+
+def live(kind, seed, num_steps, folder=None):
+    """Run a life; a finding says where it happened. Returns the life."""
+    life = Life(kind, seed, folder)
+    try:
+        life.run(num_steps)
+    except BaseException as error:
+        error.add_note(life.describe())
+        raise
+    return life

@@ -1,0 +1,356 @@
+"""Planted omissions: a hold or a reference that is not taken, released early, released twice, or forgotten.
+
+Each is one attribute of the product and what takes its place: `make(original)` returns the replacement. To
+re-point an entry, change module, attribute and replacement; the life that has to find it stays.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+HOLDS = "kv_pool.core.holds"
+LEASES = "kv_pool.manager.leases"
+PLAN = "kv_pool.manager.swap.plan"
+TIERS = "kv_pool.tiers.tiered_cache"
+MANAGER_SITE = "kv_pool.migration.manager_site"
+POOL_SITE = "kv_pool.adapter.migration_site"
+
+
+@dataclass(frozen=True)
+class Omission:
+    """One entry.
+
+    Attributes:
+        name: what is left out.
+        kind: of the life that finds it.
+        module, attribute: "Class.method" in the module.
+        make: from the original to what takes its place.
+    """
+
+    name: str
+    kind: str
+    module: str
+    attribute: str
+    make: Any
+
+    def plant(self, monkeypatch, calls):
+        """Put the replacement in its place; `calls` gets an entry for each call of it."""
+        path = self.attribute.split(".")
+        owner = import_module(self.module)
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        replacement = self.make(getattr(owner, path[-1]))
+
+        def counted(*args, **options):
+            calls.append(self.name)
+            return replacement(*args, **options)
+
+        monkeypatch.setattr(owner, path[-1], counted)
+
+
+# ---- holds, by their reasons ---------------------------------------------------------------------
+
+
+def not_held(start):
+    """A hold with this reason has no blocks."""
+
+    def make(original):
+        def open_hold(book, blocks, reason, *args, **options):
+            return original(book, [] if reason.startswith(start) else blocks, reason, *args, **options)
+
+        return open_hold
+
+    return make
+
+
+def held_for_no_time(start):
+    """A hold with this reason loses its blocks as soon as it is opened."""
+
+    def make(original):
+        def open_hold(book, blocks, reason, *args, **options):
+            hold = original(book, blocks, reason, *args, **options)
+            if reason.startswith(start):
+                hold.remove(hold.blocks)
+            return hold
+
+        return open_hold
+
+    return make
+
+
+def held_twice(start):
+    """A hold with this reason is opened twice, and released once."""
+
+    def make(original):
+        def open_hold(book, blocks, reason, *args, **options):
+            if reason.startswith(start):
+                original(book, blocks, reason)
+            return original(book, blocks, reason, *args, **options)
+
+        return open_hold
+
+    return make
+
+
+def not_added(start):
+    """Blocks that are added to a hold with this reason are not held."""
+
+    def make(original):
+        def add(hold, blocks):
+            if not hold.reason.startswith(start):
+                original(hold, blocks)
+
+        return add
+
+    return make
+
+
+def not_removed(start):
+    """Blocks stay in a hold with this reason."""
+
+    def make(original):
+        def remove(hold, blocks):
+            if not hold.reason.startswith(start):
+                original(hold, blocks)
+
+        return remove
+
+    return make
+
+
+def not_released(start):
+    """A hold with this reason stays in the book."""
+
+    def make(original):
+        def release(hold):
+            if not hold.reason.startswith(start):
+                original(hold)
+
+        return release
+
+    return make
+
+
+def nothing_fixed(original):
+    return lambda book: []
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+
+def expire_writers(original):
+    def expire(leases):
+        overdue = original(leases)
+        for lease in leases.list_quarantined():
+            leases.give_back(lease)
+        return overdue
+
+    return expire
+
+
+def give_back_twice(original):
+    def give_back(leases, lease):
+        blocks = list(lease.blocks)
+        original(leases, lease)
+        leases.block_pool.free_blocks(blocks[::-1])
+
+    return give_back
+
+
+def free_reserved(original):
+    def insert(site, subject, offered, room, state):
+        original(site, subject, offered, room, state)
+        site.leases.block_pool.free_blocks([room.blocks[at] for at in room.missing])
+
+    return insert
+
+
+def forget_room(original):
+    return lambda site, room: site._forget_room(room)
+
+
+def leave_twice(original):
+    def leave(site, room):
+        original(site, room)
+        site.leases.block_pool.free_blocks(room.blocks[::-1])
+
+    return leave
+
+
+def free_frozen(original):
+    def freeze(site, subject):
+        original(site, subject)
+        blocks = [block for row in site._frozen[str(subject.sequence_id)].blocks for block in row]
+        site.manager.free_out_of([block for block in blocks if not block.is_null])
+
+    return freeze
+
+
+def free_sources(original):
+    def open_plan(plan):
+        is_open = original(plan)
+        sources = [block for table in plan._tables for block in table.blocks if not block.is_null]
+        plan._source.free_out_of(sources[-1:])
+        return is_open
+
+    return open_plan
+
+
+def keep_targets(original):
+    def abort(plan):
+        plan._taken = []
+        original(plan)
+
+    return abort
+
+
+def keep_sources(original):
+    def commit(plan):
+        plan._allocated.commit()
+
+    return commit
+
+
+def hold_no_keys(original):
+    return lambda cache, keys, onto: None
+
+
+def release_no_keys(original):
+    def release_out_of(cache, keys):
+        keys.clear()
+
+    return release_out_of
+
+
+def store_nothing(original):
+    return lambda pool: None
+
+
+def free_copied(original):
+    def add(copies, source, target):
+        original(copies, source, target)
+        copies._pool.free_blocks([source])
+
+    return add
+
+
+def keep_copied(original):
+    def take(copies):
+        moves = original(copies)
+        copies._pool.touch([copies._pool.blocks[move.source] for move in moves])
+        return moves
+
+    return take
+
+
+def note_nothing(original):
+    return lambda pins, block, claims: None
+
+
+def free_unwatched(original):
+    return lambda pool, blocks, on_reuse: pool.free_blocks(blocks)
+
+
+def call_no_watchers(original):
+    """The watchers of reused blocks are forgotten."""
+
+    def tell_watchers_of(pool, blocks):
+        for block in blocks:
+            pool._reuse_watchers.pop(block.block_id, None)
+
+    return tell_watchers_of
+
+
+OMISSIONS = [
+    Omission("a reader's blocks are not held", "adapter", HOLDS, "BlockHolds.open", not_held("lent to a")),
+    Omission(
+        "a writer's blocks are not held",
+        "manager",
+        HOLDS,
+        "BlockHolds.open",
+        not_held("lent to the load"),
+    ),
+    Omission(
+        "a lease's hold is forgotten", "manager", HOLDS, "Hold.release", not_released("lent to a reader")
+    ),
+    Omission("a lease to write expires", "manager", LEASES, "BlockLeases.expire", expire_writers),
+    Omission("a lease is given back twice", "adapter", LEASES, "BlockLeases.give_back", give_back_twice),
+    Omission("a reservation is not held", "manager", HOLDS, "BlockHolds.open", not_held("arriving")),
+    Omission(
+        "an adapter's reservation is held for no time",
+        "adapter",
+        HOLDS,
+        "BlockHolds.open",
+        held_for_no_time("arriving"),
+    ),
+    Omission("a reservation is released early", "manager", MANAGER_SITE, "ManagerSite.insert", free_reserved),
+    Omission("a reservation is forgotten", "manager", MANAGER_SITE, "ManagerSite.drop", forget_room),
+    Omission("a reservation is released twice", "adapter", POOL_SITE, "GPUKVPoolSite.leave", leave_twice),
+    Omission("a frozen table is not held", "manager", HOLDS, "BlockHolds.open", not_held("in request")),
+    Omission("a frozen sequence is not held", "adapter", HOLDS, "BlockHolds.open", not_held("in sequence")),
+    Omission("a thawed table stays held", "manager", HOLDS, "Hold.release", not_released("in request")),
+    Omission("a frozen table is released early", "manager", MANAGER_SITE, "ManagerSite.freeze", free_frozen),
+    Omission(
+        "a swap's blocks are not held",
+        "manager",
+        HOLDS,
+        "BlockHolds.open",
+        not_held("in an open plan to swap"),
+    ),
+    Omission("a swap's sources are released early", "manager", PLAN, "TablePlan.open", free_sources),
+    Omission("an aborted swap forgets its targets", "manager", PLAN, "TablePlan._abort", keep_targets),
+    Omission("a host hit forgets its sources", "manager", PLAN, "HostHitPlan._commit", keep_sources),
+    Omission(
+        "a read-back's blocks are not held",
+        "manager",
+        HOLDS,
+        "BlockHolds.open",
+        not_held("in an open plan to read"),
+    ),
+    Omission("a read-back's keys are not held", "manager", TIERS, "TieredCache.hold_onto", hold_no_keys),
+    Omission("a read-back's keys stay held", "manager", TIERS, "TieredCache.release_out_of", release_no_keys),
+    Omission(
+        "pending tier writes are forgotten",
+        "manager",
+        "kv_pool.core.prefix_cache",
+        "PrefixCache.store_pending",
+        store_nothing,
+    ),
+    Omission("an adapter's pins hold nothing", "adapter", HOLDS, "Hold.add", not_added("pinned")),
+    Omission(
+        "a retention's pin is not noted",
+        "manager",
+        "kv_pool.manager.retention.pins",
+        "Pins.note",
+        note_nothing,
+    ),
+    Omission(
+        "a copy on write frees its source early",
+        "manager",
+        "kv_pool.manager.block_copies",
+        "BlockCopies.add",
+        free_copied,
+    ),
+    Omission(
+        "a copy on write keeps its source",
+        "manager",
+        "kv_pool.manager.block_copies",
+        "BlockCopies.take",
+        keep_copied,
+    ),
+    Omission("a compaction knows no holds", "adapter", HOLDS, "BlockHolds.list_fixed_ids", nothing_fixed),
+    Omission(
+        "a reuse watcher is not noted",
+        "adapter",
+        "kv_pool.contiguous.run_pool_core",
+        "RunPoolCore.unpin_blocks",
+        free_unwatched,
+    ),
+    Omission(
+        "a reuse watcher is not called",
+        "manager",
+        "kv_pool.core.taking",
+        "tell_watchers_of",
+        call_no_watchers,
+    ),
+]

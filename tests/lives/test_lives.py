@@ -1,0 +1,43 @@
+"""Random companions together, on one pool, over real bytes: see `life.py`."""
+
+from collections import Counter
+
+import pytest
+from lives.life import KINDS, live
+
+OF_ALL = {
+    *(
+        "hit",
+        "from tiers",
+        "forked",
+        "copied on write",
+        "loaded",
+        "written after an abort",
+        "moved",
+        "reused",
+    ),
+    *("present", "broken off", "reset", "gather", "pack", "run", "shrink", "grow", "defragment"),
+    *(("migrated", f"{what}Subject") for what in ("Sequence", "Prefix", "Blocks")),
+    *(("expired", "READ"), ("expired", "WRITE")),
+}
+OF_MANAGERS = {
+    *("refused", "set", "change", "session", "end", "abort_before_step", "refuse_leaving"),
+    *(("closed", way, is_done) for way in ("OUT", "IN", "HIT", "TIERS") for is_done in (True, False)),
+}
+OF_ADAPTERS = {"evicted", "pin", "unpin"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed{seed}")
+def test_every_byte_reference_and_hold_is_where_it_should_be(tmp_path, kind, seed):
+    assert live(kind, seed, 600, tmp_path).num_steps == 600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_lives_see_everything(tmp_path, kind):
+    happened = Counter()
+    for seed in range(100, 105):
+        happened += live(kind, seed, 3000, tmp_path / str(seed)).world.tally
+    wanted = OF_ALL | (OF_ADAPTERS if kind == "adapter" else OF_MANAGERS)
+    assert not wanted - happened.keys()

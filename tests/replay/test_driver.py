@@ -1,0 +1,89 @@
+"""What a driver does with requests, and what it counts of its calls."""
+
+import itertools
+
+import pytest
+from replay.test_tally import BLOCK_SIZE, make_request, make_tally
+
+from kv_pool import BlockPool, KVCacheManager
+from kv_pool.replay.driver import ReplayDriver
+
+
+def make_driver(num_blocks, **options):
+    manager = KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE))
+    return ReplayDriver(manager, make_tally(num_blocks), **options)
+
+
+def end(driver, *requests):
+    for request in requests:
+        driver.end(request, 0.0)
+
+
+def test_a_request_that_does_not_fit_alone_is_refused():
+    driver = make_driver(3)
+    assert driver.receive(make_request(1, 4), 12)
+    assert not driver.receive(make_request(2, 4), 13)
+    assert driver.tally.smallest_refused == 4
+
+
+def test_blocks_in_use_are_those_that_are_not_free():
+    driver = make_driver(10)
+    first, second = make_request(1, 12), make_request(2, 5)
+    driver.allocate(first, 12)
+    assert driver.num_blocks_in_use == 3
+    driver.allocate(second, 5)
+    assert driver.num_blocks_in_use == 5
+    end(driver, first)
+    assert driver.num_blocks_in_use == 2
+    assert driver.tally.report.peak_blocks_in_use == 5
+
+
+def test_an_allocation_that_does_not_fit_is_refused_and_still_a_call():
+    driver = make_driver(2)
+    assert not driver.allocate(make_request(1, 12), 12)
+    assert driver.num_blocks_in_use == 0
+    assert driver.finish(0.0).allocate.calls == 1
+
+
+def test_a_call_costs_what_the_clock_says():
+    driver = make_driver(2, clock_ns=itertools.count(0, 7).__next__)
+    driver.look_up(make_request(1, 4))
+    assert driver.finish(0.0).look_up.total_ns == 7
+
+
+def test_a_preempted_request_loses_what_was_computed():
+    driver = make_driver(4)
+    request = make_request(1, 8)
+    driver.allocate(request, 8)
+    request.num_computed_tokens = 8
+    assert driver.preempt(request, 0.0) == 8
+    assert (request.num_computed_tokens, driver.num_blocks_in_use) == (0, 0)
+    assert driver.tally.report.preempted == 1
+
+
+def test_blocks_per_run_is_the_mean_over_all_block_tables():
+    driver = make_driver(10)
+    first, second, third = make_request(1, 4), make_request(2, 4), make_request(3, 12)
+    driver.allocate(first, 4)
+    driver.allocate(second, 4)
+    driver.allocate(third, 8)  # blocks 3 4
+    end(driver, first, second)
+    third.num_computed_tokens = 8
+    driver.allocate(third, 4)  # block 5: 1 and 2 were freed after 6 to 10
+    assert driver.manager.get_block_ids("3") == [3, 4, 5]
+    end(driver, third)
+    report = driver.finish(0.0)
+    assert report.blocks_per_run == pytest.approx((1 + 1 + 3) / 3)
+    assert report.free.calls == 3
+
+
+def test_a_gap_in_a_block_table_ends_a_run():
+    driver = make_driver(3)
+    first, second = make_request(1, 4), make_request(2, 12)
+    driver.allocate(second, 4)  # block 1
+    driver.allocate(first, 4)  # block 2
+    second.num_computed_tokens = 4
+    driver.allocate(second, 4)  # block 3
+    assert driver.manager.get_block_ids("2") == [1, 3]
+    end(driver, second)
+    assert driver.finish(0.0).blocks_per_run == 1.0
