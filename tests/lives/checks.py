@@ -16,7 +16,7 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
 
 # Operations that take blocks and free none.
-TAKING = {"admit", "begin_load", "swap_in", "hit_host", "read_tiers", "compact", "lend", "write", "go_on"}
+TAKING = {"admit", "begin_load", "swap_in", "read_tiers", "compact", "lend", "write", "go_on"}
 
 
 def check_node(node, movings):

@@ -1,4 +1,4 @@
-"""`ManagerSwaps`: swaps to a host pool and back, host hits, read-backs from tiers: open plans."""
+"""`ManagerSwaps`: swaps to a host pool and back, read-backs from tiers: open plans."""
 
 from lives.contents import BLOCK_SIZE, Side
 
@@ -59,23 +59,6 @@ class ManagerSwaps:
         if plan is None:
             return status.name
         self.swapped.remove(sequence)
-        self.open_swap(sequence, plan)
-        return sequence.name
-
-    def hit_host(self):
-        """Plan to start a waiting request with what the host pool has after the prefix on the device."""
-        if not self.waiting:
-            return None
-        sequence = self.rng.choice(self.waiting)
-        self.run([])
-        prefix = self.manager.get_computed_blocks(sequence.request)
-        num_tokens = self.swapper.find_host_prefix(sequence.request, prefix.num_tokens)
-        if not num_tokens:
-            return "miss"
-        plan = self.swapper.plan_host_hit(sequence.request, num_tokens, prefix)
-        if plan is None:
-            return "refused"
-        self.waiting.remove(sequence)
         self.open_swap(sequence, plan)
         return sequence.name
 
@@ -166,19 +149,19 @@ class ManagerSwaps:
                 self.copy_plan(opened, len(opened.to_copy))
         self.end(*opened.promises)
         if is_done:
-            is_void = way in ("TIERS", "HIT") and any(block.block_hash != key for block, key in opened.hits)
+            is_void = way == "TIERS" and any(block.block_hash != key for block, key in opened.hits)
             is_void = is_void or (way == "TIERS" and not self.cache.has_all(plan.keys))
             try:
                 plan.commit()
                 assert not is_void, f"{plan!r} was committed, and its content is void"
             except InvalidBlockError:
-                if not (is_void or way in ("TIERS", "HIT")):
+                if not (is_void or way == "TIERS"):
                     raise
                 is_done = False
         if not is_done:
             plan.abort()
         self.world.tally["closed", way, is_done] += 1
-        if way in ("TIERS", "HIT"):
+        if way == "TIERS":
             if is_done:
                 sequence.request.num_computed_tokens = plan.num_computed_tokens
             (self.running if is_done else self.waiting).append(sequence)
@@ -201,7 +184,6 @@ class ManagerSwaps:
         return {
             self.swap_out: 3 if self.running else 0,
             self.swap_in: 4 if self.swapped else 0,
-            self.hit_host: 2 if self.waiting else 0,
             self.read_tiers: 3 if self.waiting else 0,
             self.copy_some: 2 if self.planned else 0,
             self.close_plan: 4 if self.planned else 0,

@@ -204,13 +204,6 @@ def keep_targets(original):
     return abort
 
 
-def keep_sources(original):
-    def commit(plan):
-        plan._allocated.commit()
-
-    return commit
-
-
 def hold_no_keys(original):
     return lambda cache, keys, onto: None
 
@@ -297,9 +290,8 @@ OMISSIONS = [
         "BlockHolds.open",
         not_held("in an open plan to swap"),
     ),
-    Omission("a swap's sources are released early", "manager", PLAN, "TablePlan.open", free_sources),
-    Omission("an aborted swap forgets its targets", "manager", PLAN, "TablePlan._abort", keep_targets),
-    Omission("a host hit forgets its sources", "manager", PLAN, "HostHitPlan._commit", keep_sources),
+    Omission("a swap's sources are released early", "manager", PLAN, "SwapPlan.open", free_sources),
+    Omission("an aborted swap forgets its targets", "manager", PLAN, "SwapPlan._abort", keep_targets),
     Omission(
         "a read-back's blocks are not held",
         "manager",

@@ -22,7 +22,7 @@ OF_ALL = {
 }
 OF_MANAGERS = {
     *("refused", "set", "change", "session", "end", "abort_before_step", "refuse_leaving"),
-    *(("closed", way, is_done) for way in ("OUT", "IN", "HIT", "TIERS") for is_done in (True, False)),
+    *(("closed", way, is_done) for way in ("OUT", "IN", "TIERS") for is_done in (True, False)),
 }
 OF_ADAPTERS = {"evicted", "pin", "unpin"}
 
