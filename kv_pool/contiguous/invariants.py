@@ -37,6 +37,8 @@ from kv_pool.ids import BlockMove
 def check(pool: RunBlockPool) -> None:
     """The core's invariants and F1 to F3. O(number of blocks). Raises CorruptedPoolError."""
     invariants.check(pool)
+    if pool.run_index.is_stale:
+        pool.rebuild_index()  # as the pool's next look at it would
     index = pool.run_index
     if len(index.ages) != pool.num_gpu_blocks:
         raise CorruptedPoolError(f"F1: {len(index.ages)} ages for {pool.num_gpu_blocks} blocks")

@@ -42,6 +42,8 @@ class _Map:
     def __init__(self, pool: RunBlockPool) -> None:
         import numpy as np
 
+        if pool.run_index.is_stale:
+            pool.rebuild_index()
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
         fixed = np.zeros(len(ages), dtype=bool)
         fixed[pool.holds.list_fixed_ids()] = True

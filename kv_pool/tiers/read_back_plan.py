@@ -79,7 +79,7 @@ class ReadBackPlan(TwoPhasePlan):
             if block.block_hash is not None and block not in read_into
         ]
         reason = f"in an open plan to read tiers for request {self.request_id!r}"
-        self._manager.block_pool.holds.open_onto(self.list_blocks(), reason, self._holds)
+        self._hold(self._manager.block_pool, self.list_blocks(), reason)
         self.is_counted = False
         return True
 

@@ -8,6 +8,7 @@ from contiguous.slot_engine import SlotEngine, make_run_pool
 from drawing import blocks, cache, state
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.contiguous import invariants
 from kv_pool.contiguous.compaction import apply_moves
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
@@ -104,6 +105,16 @@ def test_blocks_above_the_default_band_are_not_overwritten_by_packing():
     assert plan_pack(pool, max_evictions=2) == [(1, 2)]
     pool.move_to_band(blocks(pool, 2), 100)
     assert plan_pack(pool, max_evictions=2) == []
+
+
+def test_blocks_of_bands_that_were_merged_are_overwritten_as_others():
+    pool = make_run_pool("free: 1* 2* | in use: 3")
+    pool.open_bands(Placement())
+    pool.move_to_band(blocks(pool, 1, 2), 100)
+    assert plan_pack(pool, max_evictions=2) == []
+    pool.merge_bands()
+    assert plan_pack(pool, max_evictions=2) == [(3, 1)]
+    invariants.check(pool)
 
 
 def test_content_that_somebody_waits_for_is_not_overwritten():

@@ -3,11 +3,11 @@
 from collections import Counter
 
 import numpy as np
-from kv_pool.adapter.migration_site import GPUKVPoolSite
 from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
 from lives.node import Node, count_filled
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
+from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.adapter.pressure import LRUEviction
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
@@ -17,6 +17,7 @@ from kv_pool.errors import (
     PinnedBlockError,
     PoolExhaustedError,
 )
+from kv_pool.migration.pool_site import PoolSite
 
 NUM_BLOCKS = 20
 
@@ -47,7 +48,7 @@ class AdapterNode(Node):
             clock=world.read_clock,
         )
         device.pool = self.gpu_pool.block_pool
-        site = GPUKVPoolSite(self.gpu_pool, hasher=HASHER, clock=world.read_clock)
+        site = PoolSite(PoolSequences(self.gpu_pool), hasher=HASHER, clock=world.read_clock)
         self.open(device.pool, site, device)
         self.cache = self.make_tiers()
         self.cache.note_block_size(0, BLOCK_SIZE)

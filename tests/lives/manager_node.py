@@ -1,6 +1,5 @@
 """`ManagerNode`: a scheduler over a `KVCacheManager`, with all companions of a manager."""
 
-from kv_pool.migration.manager_site import ManagerSite
 from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
 from lives.manager_loads import ManagerLoads
 from lives.manager_swaps import ManagerSwaps
@@ -14,6 +13,8 @@ from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.invariants import check_writes
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
+from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.tiers.read_back import TierReadBack
 
 GROUPS = {
@@ -42,7 +43,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
             retention=self.retention,
         )
         device = self.make_device(pool)
-        site = ManagerSite(self.manager, device.storage, hasher=HASHER, clock=world.read_clock)
+        site = PoolSite(ManagerSequences(self.manager, device.storage), hasher=HASHER, clock=world.read_clock)
         self.open(pool, site, device)
         self.groups = [
             make_group(spec, pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)

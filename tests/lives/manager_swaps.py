@@ -1,4 +1,4 @@
-"""`ManagerSwaps`: swaps to a host pool and back, read-backs from tiers: open plans."""
+"""`ManagerSwaps`: swaps to a host pool and back, and read-backs from tiers, in open plans."""
 
 from lives.contents import BLOCK_SIZE, Side
 

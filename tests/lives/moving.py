@@ -91,7 +91,7 @@ class Moving:
         if self.writer is not None:
             self.writer.end()
             self.writer = None
-        self.target.site.insert(self.subject, self.selection.offered, self.room, self.selection.state)
+        self.target.site.insert(self.room)
         self.was_inserted = True
         self.target.end(self.arriving)
         self.arriving = self.target.expect(self.target.device, self.room.blocks, "has arrived")
@@ -99,7 +99,7 @@ class Moving:
     def acknowledge(self):
         if self.sequence is not None:
             self.source.end(self.frozen)
-            self.source.site.release(self.subject, self.selection, "target", self.ids)
+            self.source.site.release(self.subject, "target")
             self.source.forget_departed(self.sequence)
         self.was_acknowledged = True
         self.give_lease_back()
@@ -111,7 +111,7 @@ class Moving:
             whole = [block for block in room.blocks if block.block_hash is not None]
             self.target.readers[lease] = Promise(self.target.device, whole, "held after a migration")
         self.target.end(self.arriving)
-        self.target.site.adopt(self.subject, self.selection.offered, room, self.selection.state)
+        self.target.site.adopt(room)
         self.room = None
         if self.sequence is not None:
             self.target.take_over(self.sequence)
@@ -125,7 +125,7 @@ class Moving:
             self.writer = None
         if self.room is not None:
             self.target.end(self.arriving)
-            (self.target.site.leave if self.was_inserted else self.target.site.drop)(self.room)
+            self.target.site.leave(self.room)
             self.room = None
         if self.sequence is not None:
             self.source.end(self.frozen)

@@ -12,8 +12,7 @@ HOLDS = "kv_pool.core.holds"
 LEASES = "kv_pool.manager.leases"
 PLAN = "kv_pool.manager.swap.plan"
 TIERS = "kv_pool.tiers.tiered_cache"
-MANAGER_SITE = "kv_pool.migration.manager_site"
-POOL_SITE = "kv_pool.adapter.migration_site"
+SITE = "kv_pool.migration.pool_site"
 
 
 @dataclass(frozen=True)
@@ -57,21 +56,6 @@ def not_held(start):
     def make(original):
         def open_hold(book, blocks, reason, *args, **options):
             return original(book, [] if reason.startswith(start) else blocks, reason, *args, **options)
-
-        return open_hold
-
-    return make
-
-
-def held_for_no_time(start):
-    """A hold with this reason loses its blocks as soon as it is opened."""
-
-    def make(original):
-        def open_hold(book, blocks, reason, *args, **options):
-            hold = original(book, blocks, reason, *args, **options)
-            if reason.startswith(start):
-                hold.remove(hold.blocks)
-            return hold
 
         return open_hold
 
@@ -131,6 +115,48 @@ def not_released(start):
     return make
 
 
+def not_adopted(start):
+    """A hold with this reason does not take over the references that it is given."""
+
+    def make(original):
+        def adopt(book, references, reason, onto):
+            if reason.startswith(start):
+                references.clear()
+            return original(book, references, reason, onto)
+
+        return adopt
+
+    return make
+
+
+def adopted_for_no_time(start):
+    """A hold with this reason drops its references as soon as it has taken them over."""
+
+    def make(original):
+        def adopt(book, references, reason, onto):
+            hold = original(book, references, reason, onto)
+            if reason.startswith(start):
+                hold.remove(hold.blocks)
+            return hold
+
+        return adopt
+
+    return make
+
+
+def not_handed_over(start):
+    """A hold with this reason keeps its references when a table gets them."""
+
+    def make(original):
+        def hand_over(book, hold, onto):
+            if not hold.reason.startswith(start):
+                original(book, hold, onto)
+
+        return hand_over
+
+    return make
+
+
 def nothing_fixed(original):
     return lambda book: []
 
@@ -158,21 +184,21 @@ def give_back_twice(original):
 
 
 def free_reserved(original):
-    def insert(site, subject, offered, room, state):
-        original(site, subject, offered, room, state)
-        site.leases.block_pool.free_blocks([room.blocks[at] for at in room.missing])
+    def insert(site, room):
+        original(site, room)
+        room.hold.remove(room.hold.blocks[-1:])
 
     return insert
 
 
 def forget_room(original):
-    return lambda site, room: site._forget_room(room)
+    return lambda site, room: site._unbar(room.sequence_ids)
 
 
 def leave_twice(original):
     def leave(site, room):
         original(site, room)
-        site.leases.block_pool.free_blocks(room.blocks[::-1])
+        site.pool.free_blocks(room.blocks[::-1])
 
     return leave
 
@@ -180,8 +206,8 @@ def leave_twice(original):
 def free_frozen(original):
     def freeze(site, subject):
         original(site, subject)
-        blocks = [block for row in site._frozen[str(subject.sequence_id)].blocks for block in row]
-        site.manager.free_out_of([block for block in blocks if not block.is_null])
+        for hold in site._frozen[subject].holds:
+            hold.remove(hold.blocks[-1:])
 
     return freeze
 
@@ -268,21 +294,26 @@ OMISSIONS = [
     ),
     Omission("a lease to write expires", "manager", LEASES, "BlockLeases.expire", expire_writers),
     Omission("a lease is given back twice", "adapter", LEASES, "BlockLeases.give_back", give_back_twice),
-    Omission("a reservation is not held", "manager", HOLDS, "BlockHolds.open", not_held("arriving")),
+    Omission("a reservation is not held", "manager", HOLDS, "BlockHolds.adopt", not_adopted("arriving")),
     Omission(
-        "an adapter's reservation is held for no time",
+        "a reservation is held for no time",
         "adapter",
         HOLDS,
-        "BlockHolds.open",
-        held_for_no_time("arriving"),
+        "BlockHolds.adopt",
+        adopted_for_no_time("arriving"),
     ),
-    Omission("a reservation is released early", "manager", MANAGER_SITE, "ManagerSite.insert", free_reserved),
-    Omission("a reservation is forgotten", "manager", MANAGER_SITE, "ManagerSite.drop", forget_room),
-    Omission("a reservation is released twice", "adapter", POOL_SITE, "GPUKVPoolSite.leave", leave_twice),
-    Omission("a frozen table is not held", "manager", HOLDS, "BlockHolds.open", not_held("in request")),
+    Omission("a reservation is released early", "manager", SITE, "PoolSite.insert", free_reserved),
+    Omission("a reservation is forgotten", "manager", SITE, "PoolSite.leave", forget_room),
+    Omission("a reservation is released twice", "adapter", SITE, "PoolSite.leave", leave_twice),
+    Omission("a frozen table is not held", "manager", HOLDS, "BlockHolds.adopt", not_adopted("in sequence")),
     Omission("a frozen sequence is not held", "adapter", HOLDS, "BlockHolds.open", not_held("in sequence")),
-    Omission("a thawed table stays held", "manager", HOLDS, "Hold.release", not_released("in request")),
-    Omission("a frozen table is released early", "manager", MANAGER_SITE, "ManagerSite.freeze", free_frozen),
+    Omission(
+        "a frozen sequence is held twice", "adapter", HOLDS, "BlockHolds.open", held_twice("in sequence")
+    ),
+    Omission(
+        "a thawed table stays held", "manager", HOLDS, "BlockHolds.hand_over", not_handed_over("in sequence")
+    ),
+    Omission("a frozen table is released early", "manager", SITE, "PoolSite.freeze", free_frozen),
     Omission(
         "a swap's blocks are not held",
         "manager",

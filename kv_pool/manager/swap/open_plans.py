@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from enum import Enum
 from typing import Generic, TypeVar
 
-from kv_pool.core.holds import Hold
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import BlockHolds, Hold
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
@@ -34,7 +36,8 @@ class TwoPhasePlan(ABC):
         self.state = PlanState.OPEN
         self.outcome = PlanState.ABORTED
         self._request = request
-        self._holds: list[Hold] = []
+        # While the plan is open, holds have the references that it has taken; with the books they are in.
+        self._held: list[tuple[BlockHolds, list[Hold]]] = []
 
     @property
     def is_decided(self) -> bool:
@@ -47,13 +50,20 @@ class TwoPhasePlan(ABC):
 
     def finish(self) -> None:
         """Carry out the outcome. May be called again, where an exception interrupted it."""
+        for book, holds in self._held:
+            for hold in holds:
+                if not hold.is_released:
+                    book.hand_over(hold, [])
         if self.outcome is PlanState.COMMITTED:
             self._commit()
         else:
             self._abort()
-        for hold in self._holds:
-            if not hold.is_released:
-                hold.release()
+
+    def _hold(self, pool: BlockPoolCore, blocks: list[KVCacheBlock], reason: str) -> None:
+        """Pass the plan's references to these blocks on to a hold, which `finish` takes them back from."""
+        holds: list[Hold] = []
+        self._held.append((pool.holds, holds))
+        pool.holds.adopt([block for block in blocks if not block.is_null], reason, holds)
 
     @abstractmethod
     def _commit(self) -> None:

@@ -133,7 +133,7 @@ class SwapPlan(TwoPhasePlan):
 
     def _hold_blocks(self, side: SwapSide, blocks: list[KVCacheBlock]) -> None:
         """Keep the blocks of one side at their ids, which `moves` names, until the plan is closed."""
-        side.pool.holds.open_onto(blocks, self._reason, self._holds)
+        self._hold(side.pool, blocks, self._reason)
 
     def _check_open(self) -> None:
         self._open_plans.recover()
