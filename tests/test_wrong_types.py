@@ -268,16 +268,12 @@ NOT_WALKED = {
     GPUKVPool: {"attach", "dump", "load"},  # a node's part, and a file's
     BlockRetention: {  # for the manager
         "attach",
-        "holds",
         "note_taken",
         "note_admitted",
-        "free_table",
+        "label_table",
         "will_pin",
         "forget_request",
-        "free_blocks",
-        "free_out_of",
-        "make_room",
-        "reclaim",
+        "claim_blocks",
         "forget_blocks",
     },
 }

@@ -264,6 +264,8 @@ def check_leases(leases: BlockLeases) -> None:
             raise CorruptedPoolError(
                 f"L3: block {block.block_id} is read, or cached, and {lease!r} writes it"
             )
+    if num_leases != leases._num_leases and leases._book.num_overdue == leases._num_overdue:
+        raise CorruptedPoolError("L1: blocks are lent more or less often than leases say")
     if written != leases._written:
         raise CorruptedPoolError(
             f"L3: {len(written)} blocks are being written, {len(leases._written)} are remembered"

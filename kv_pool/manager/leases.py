@@ -1,5 +1,6 @@
 """`BlockLeases`: blocks lent to a transfer until a deadline, so that nothing in flight is reused or leaks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn, SupportsIndex
@@ -130,6 +131,7 @@ class BlockLeases:
             self._book.clock = clock
         self._leases: dict[Hold, Lease] = {}  # active and quarantined ones, oldest first
         self._written: dict[KVCacheBlock, Lease] = {}
+        self._num_leases: dict[KVCacheBlock, int] = {}
         self._reported: set[Hold] = set()
         self._num_overdue = 0  # holds of the pool whose expiry has been looked at
         self._last_id = 0
@@ -174,6 +176,8 @@ class BlockLeases:
             )
         if len(set(listed)) != len(listed):
             raise InvalidBlockError(f"{holder} asks for a block twice in one lease")
+        if self._book.num_overdue != self._num_overdue:
+            self._rebuild()  # leases may have expired that are not reported yet
         for block in listed:
             self._check_block(block, holder, kind)
         is_written = kind is LeaseKind.WRITE
@@ -183,6 +187,8 @@ class BlockLeases:
             hold = self._book.open(listed, reason, False, deadline, is_written, holds)
             self._last_id += 1
             lease = Lease(self, self._last_id, kind, tuple(listed), deadline, holder, hold)
+            for block in listed:
+                self._num_leases[block] = self._num_leases.get(block, 0) + 1
             if is_written:
                 self._written.update(dict.fromkeys(listed, lease))
             self._leases[hold] = lease  # no call behind this
@@ -287,7 +293,7 @@ class BlockLeases:
                 raise InvalidBlockError(
                     f"block {block.block_id} is free and has no content; {holder} has nothing to read there"
                 )
-        elif block.ref_cnt != 1 or block.block_hash is not None:
+        elif block.ref_cnt != 1 or block.block_hash is not None or block in self._num_leases:
             raise InvalidBlockError(
                 f"block {block.block_id} cannot be lent to {holder} for writing: it has {block.ref_cnt} "
                 f"references and is {'not ' if block.block_hash is None else ''}cached; only a block "
@@ -306,6 +312,12 @@ class BlockLeases:
         """Forget a lease whose hold has ended."""
         self._leases.pop(lease.hold, None)
         self._reported.discard(lease.hold)
+        for block in lease.blocks:
+            count = self._num_leases.get(block, 1) - 1
+            if count:
+                self._num_leases[block] = count
+            else:
+                self._num_leases.pop(block, None)
         if lease.kind is LeaseKind.WRITE:
             for block in lease.blocks:
                 self._written.pop(block, None)
@@ -314,6 +326,8 @@ class BlockLeases:
         """Derive what is remembered from the holds, after a call that was interrupted."""
         live = {hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.RELEASED}
         self._leases = live
+        listed = self.list_leases()
+        self._num_leases = dict(Counter(block for lease in listed for block in lease.blocks))
         self._written = {
-            block: lease for lease in live.values() if lease.kind is LeaseKind.WRITE for block in lease.blocks
+            block: lease for lease in listed if lease.kind is LeaseKind.WRITE for block in lease.blocks
         }

@@ -192,14 +192,13 @@ def is_pinned(manager, request, group_id, position, block):
         for start, end, claim in retention._directives.get(request.request_id, ())
         if any(start <= token and (end is None or token < end) for token in tokens)
     ]
-    claims = retention._ids.find(block).claims if block._retention_id > 0 else ()
+    claims = retention._records.get_claims(block)
     return any(claim.strength == PINNED for claim in [*claims, *directives])
 
 
 def is_free(manager, block):
-    """Nobody has a reference, or a retention alone that gives it up for the asking."""
-    retention = manager.retention
-    return not block.is_null and (block.ref_cnt == 0 or (retention is not None and retention.holds(block)))
+    """Nobody has a reference."""
+    return not block.is_null and block.ref_cnt == 0
 
 
 def count_free_blocks(manager):
