@@ -165,11 +165,11 @@ def test_an_aborted_plan_leaves_no_trace(tmp_path):
     assert sorted(engine.read_back.list_device_ids_in_flight()) == sorted(
         block.block_id for block in plan.list_blocks()
     )
-    assert engine.pool.holds.list_ids() == engine.read_back.list_device_ids_in_flight()
+    assert engine.pool.holds.list_fixed_ids() == engine.read_back.list_device_ids_in_flight()
     invariants.check(engine.read_back)
     plan.load()
     plan.abort()
-    assert engine.pool.holds.list_ids() == []
+    assert engine.pool.holds.list_fixed_ids() == []
     assert engine.manager.get_num_free_blocks() == 8
     assert engine.manager.get_computed_blocks(request).num_tokens == 0
     assert engine.read_back.find_prefix(request).num_tokens == 16
