@@ -216,7 +216,9 @@ class Signals:
         swap_invariants.check_references(swapper)
         swap_invariants.check_places(swapper)
         for pool in (engine.manager.block_pool, swapper.host_pool):
-            assert sum(bool(hold.blocks) for hold in pool.holds.list_holds()) == len(swapper.list_open_plans())
+            assert sum(bool(hold.blocks) for hold in pool.holds.list_holds()) == len(
+                swapper.list_open_plans()
+            )
         num_named = len(
             {
                 block
