@@ -2,13 +2,14 @@
 
     W1  a request is known to at most one of: the manager, the swapped-out ones, the open plans (unless its
         scheduler allocates for it meanwhile, as for one that has computed nothing)
-    W2  a host block has as many references as swapped-out tables, open plans and holds name it
-    W3  a device block has at least as many references as the manager's tables, open plans and holds name it
+    W2  a host block has as many references as swapped-out tables and holds name it; an open plan's blocks are
+        held
+    W3  a device block has at least as many references as the manager's tables and holds name it
     W4  a swapped-out table names the host pool's own blocks, and so does an open plan on either side
     W5  num_null_blocks entries from a swapped-out table's head are null; no more than the computed blocks
         are counted as cached
-    W6  an open plan's moves go from distinct blocks to distinct ones; a target has the plan's reference, those
-        of holds, and no hash
+    W6  an open plan's moves go from distinct blocks to distinct ones; a target has one reference, that of
+        the plan's hold, and no hash
     W7  a plan that is listed as open is open, under its own request's id
     W8  the number of computed tokens is kept for those that are swapped out, and no others
 
@@ -73,8 +74,11 @@ def check_references(swapper: BlockSwapper) -> None:
         ),
     )
     for plan in swapper.list_open_plans():
-        on_host += _count(swapper.host_pool, plan.list_blocks(swapper._host))
-        on_device += _count(manager.block_pool, plan.list_blocks(swapper._device))
+        for pool, side in ((swapper.host_pool, swapper._host), (manager.block_pool, swapper._device)):
+            num_holds = pool.holds.count_references()
+            for block_id, num_named in _count(pool, plan.list_blocks(side)).items():
+                if num_holds.get(pool.blocks[block_id], 0) < num_named:
+                    raise CorruptedPoolError(f"W2: block {block_id} of {plan!r} is not held")
     _count_holds(swapper.host_pool, on_host)
     _count_holds(manager.block_pool, on_device)
     for block in swapper.host_pool.blocks[1:]:
@@ -115,10 +119,9 @@ def check_plan(swapper: BlockSwapper, plan: SwapPlan) -> None:
     if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
         raise CorruptedPoolError(f"W6: a block is twice in {plan.moves}")
     pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
-    num_holds = pool.holds.count_references()
     for block_id in targets:
         block = pool.blocks[block_id]
-        if block.ref_cnt != 1 + num_holds.get(block, 0) or block.block_hash is not None:
+        if block.ref_cnt != 1 or block.block_hash is not None:
             raise CorruptedPoolError(
                 f"W6: block {block_id}, a target, has ref_cnt {block.ref_cnt} and hash {block.block_hash!r}"
             )

@@ -100,8 +100,6 @@ class Swapping:
         for name in engine.manager.list_request_ids():
             for group_id in range(len(engine.manager.groups)):
                 named.update(engine.manager.get_table(name, group_id).blocks)
-        for plan in plans:
-            named.update(plan.list_blocks(swapper._device))
         retention = engine.manager.retention
         if retention is not None:
             check_retention(retention)
@@ -218,9 +216,10 @@ class Signals:
         swap_invariants.check_references(swapper)
         swap_invariants.check_places(swapper)
         for pool in (engine.manager.block_pool, swapper.host_pool):
-            assert len(pool.holds.list_holds()) == len(swapper.list_open_plans())
+            num_holds = sum(bool(hold.blocks) for hold in pool.holds.list_holds())
+            assert num_holds == len(swapper.list_open_plans())
         retention = engine.manager.retention
-        num_kept = 0 if retention is None else retention.num_held
+        num_kept = 0 if retention is None else retention.num_pinned
         num_named = len(
             {
                 block

@@ -84,7 +84,7 @@ def test_while_the_plan_is_open_nobody_gets_its_blocks():
     engine = SwapEngine(4, 4)
     request = started(engine, "a", range(10))
     plan = engine.swapper.swap_out(request)
-    assert state(engine.manager.block_pool) == "free: 4 | in use: 1*x2 2*x2 3x2"
+    assert state(engine.manager.block_pool) == "free: 4 | in use: 1* 2* 3"
     assert engine.manager.allocate_slots(engine.make_request("b", range(90, 98)), 8) is None
     swap_invariants.check(engine.swapper)
     engine.run(plan)
