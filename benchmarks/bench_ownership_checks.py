@@ -1,6 +1,6 @@
 """What do the ownership checks cost, in % of each call? See benchmarks/README.md for what the columns mean.
 
-The package is built from copies, with and without them in `core/pool_core.py` and `core/prefix_cache.py`.
+The package is built from copies, with and without them in the files of `core/` that STRIPPED_FILES lists.
 
 Gone from the build *no checks*:
     - each `if` that only raises InvalidBlockError or only calls `check_ours`, and each other call of
@@ -43,7 +43,17 @@ BUILDS = {WITH: WITH, AGAIN: WITH, NO_CHECKS: NO_CHECKS}
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 NEEDED_TO_BUILD = ("pyproject.toml", "README.md", "LICENSE", ".build", "kv_pool")
-STRIPPED_FILES = ("kv_pool/core/pool_core.py", "kv_pool/core/prefix_cache.py")
+STRIPPED_FILES = (
+    "kv_pool/core/taking.py",
+    "kv_pool/core/touching.py",
+    "kv_pool/core/freeing.py",
+    "kv_pool/core/caching.py",
+    "kv_pool/core/prefix_keys.py",
+    "kv_pool/core/id_swap.py",
+    "kv_pool/core/resizing.py",
+    "kv_pool/core/prefix_cache.py",
+    "kv_pool/core/pool_core.py",
+)
 
 # How many checks each function has. Where the code moves this has to follow, or something else is measured.
 NUM_CHECKS = {
@@ -51,17 +61,19 @@ NUM_CHECKS = {
     "take_listed": 1,
     "touch_all": 2,
     "free_all": 1,
-    "unpin_blocks": 2,
+    "unpin_all": 2,
+    "group_by_pool": 2,
     "evict_blocks": 1,
-    "_group_by_pool": 2,
-    "cache_full_blocks": 4,
-    "cache_partial_block": 2,
-    "_insert_block_hash": 2,
+    "cache_full": 4,
+    "cache_partial": 2,
+    "give_key": 2,
     "insert_key": 1,
-    "move_block_hashes": 4,
+    "move_hashes": 4,
     "_maybe_evict_cached_block": 1,
     "swap_ids": 1,
-    "remove_last_blocks": 1,
+    "remove_last": 1,
+    "explain_holds": 1,
+    "move_to_band": 1,
 }
 
 REQUEST_BLOCKS = 64
@@ -104,7 +116,7 @@ class Stripper(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name in (
             "check_ours",
-            "_check_stranger",
+            "check_stranger",
             "raise_typed",
             "raise_not_queued",
             "raise_not_takeable",
@@ -124,7 +136,7 @@ class CheckStripper(Stripper):
             is_raise_of(first, "InvalidBlockError")
             or (self.loop_depth > 0 and is_raise_of(first, "InvalidTypeError"))
             or is_call_of(first, "check_ours")
-            or is_call_of(first, "_check_stranger")
+            or is_call_of(first, "check_stranger")
             or (is_call_of(first, "raise_not_takeable") and "is None" not in ast.unparse(node.test))
         )
         if is_check:
@@ -157,7 +169,7 @@ class CheckStripper(Stripper):
 
 
 def strip(directory: Path, stripper: Stripper, expected: dict[str, int]) -> None:
-    """Rewrite the two files of the copy in `directory`.
+    """Rewrite the stripped files of the copy in `directory`.
 
     Raises:
         RuntimeError: what was taken out is not what the table expects.

@@ -1,6 +1,7 @@
 """A number such as `Q1` names one invariant of the package: it is defined once, and has a check.
 
-A definition is an indented line in the docstring of an `invariants.py`: the number, then the statement.
+A definition is a line in the docstring of an `invariants.py`: the number, then the statement. The line is
+indented, or, where ruff has dedented the whole text, two spaces follow the number.
 """
 
 import ast
@@ -9,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DEFINITION = re.compile(r"^    ([A-Z]\d{1,2}) +\S", re.MULTILINE)
+DEFINITION = re.compile(r"^(?:    ([A-Z]\d{1,2}) +|([A-Z]\d{1,2})  +)\S", re.MULTILINE)
 NUMBER = re.compile(r"\b[A-Z]\d{1,2}\b")
 KEPT_OTHERWISE = re.compile(r"\b([A-Z]\d{1,2}) is kept by\b")
 
@@ -17,7 +18,7 @@ KEPT_OTHERWISE = re.compile(r"\b([A-Z]\d{1,2}) is kept by\b")
 OTHER_MEANINGS = {
     "kv_pool/README.md": ("L", "layers"),
     "kv_pool/events/curve_keys.py": ("Z", "Z85, an encoding"),
-    "kv_pool/events/subscriber.py": ("Z", "Z85, an encoding"),
+    "kv_pool/events/subscriber_sockets.py": ("Z", "Z85, an encoding"),
     "tests/core/test_kv_events.py": ("V", "recorded vectors"),
     "tests/events/test_batch.py": ("V", "recorded vectors"),
     "tests/events/test_continuity.py": ("S", "snapshots"),
@@ -38,7 +39,7 @@ def name_of(path):
 
 
 def list_definitions(docstring):
-    return DEFINITION.findall(docstring)
+    return [indented or plain for indented, plain in DEFINITION.findall(docstring)]
 
 
 def read_docstring(path):
@@ -104,9 +105,10 @@ def test_every_other_meaning_is_still_found():
 
 def test_a_shared_prefix_and_an_unknown_number_would_be_noticed():
     assert find_shared_prefixes({"core": ["Q1", "M1", "M2"], "migration": ["M1"]}) == ["M"]
-    assert list_definitions("    Q1  linked\n    Q10 links\n        of Q3  are None\nQ4  no\n") == [
+    assert list_definitions("    Q1  linked\n    Q10 links\n        of Q3  are None\nQ4 no\n") == [
         "Q1",
         "Q10",
     ]
+    assert list_definitions("Q1  linked\nQ10  links\nQ1 to Q3 hold\n") == ["Q1", "Q10"]
     assert list_citations("keeps Q3 (L2), an H100, `C4`", other_letter="L") == {"Q3", "C4"}
     assert list_messages('raise Error(f"Q1: {block}", "see Q2: that", "T10: x")') == {"Q1", "T10"}

@@ -20,6 +20,7 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.eviction_order import Placement
 from kv_pool.core.invariants import check
 from kv_pool.manager.batch_block_table import BatchBlockTable
 from kv_pool.manager.slot_mapping import SlotMapping
@@ -87,7 +88,13 @@ class Things:
             "is_block_writable": {"block": spare[0]},
             "evict_blocks": {"block_ids": [1]},
             "swap_block_ids": {"pairs": [(1, 2)]},
-            "hold": {"blocks": held, "reason": "read by a test"},
+            "hold": {"blocks": held, "reason": "read by a test", "movable": False, "until": 1e12},
+            "explain_holds": {"block_id": 1},
+            "open_bands": {"placement": Placement()},
+            "move_to_band": {
+                "blocks": self.pool.free_block_queue.get_all_free_blocks()[:1],
+                "band": 5,
+            },
             "add_blocks": {"num_blocks": 1},
             "remove_last_blocks": {"num_blocks": 1},
             "get_cached_block": {"block_hash": first.block_hashes[0], "kv_cache_group_ids": [0]},

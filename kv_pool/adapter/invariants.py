@@ -4,7 +4,8 @@
     A2  first_holders[b] and later_holders[b] are the sequences whose blocks include b; no list is empty
     A3  a held block is this pool's, not null, and in use
     A4  ref_cnt(b) == sequences that hold b + holds + references of others, for every block but the null block
-    A5  every pinned block is held by a sequence; there are no more than `max_pinned_blocks`
+    A5  every pinned block is held by a sequence, and by the pins' hold; there are no more than
+        `max_pinned_blocks`
     A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
     A7  no references wait to be booked or given back
 
@@ -87,6 +88,10 @@ def _check_pins_and_sizes(pool: GPUKVPool) -> None:
     for block in pool.block_pool.blocks:
         if block in holdings.pins and block not in holdings.first_holders:
             raise CorruptedPoolError(f"A5: block {block.block_id} is pinned and held by no sequence")
+    if set(holdings.pins.hold.blocks) != set(holdings.pins.counts):
+        raise CorruptedPoolError(
+            f"A5: {len(holdings.pins)} blocks are pinned, {len(holdings.pins.hold.blocks)} are held for it"
+        )
     num_blocks = pool.block_pool.num_gpu_blocks
     if num_blocks != pool.total_blocks + 1:
         raise CorruptedPoolError(f"A6: {pool.total_blocks} blocks over a block pool of {num_blocks}")

@@ -10,40 +10,44 @@ from kv_pool.errors import InvalidBlockError, PinLimitError
 class Pins:
     """How often each block is pinned; one hold has them all.
 
+    Attributes:
+        counts: by block; those that are not pinned are not in it.
+        hold: a reference to each of them.
+
     Args:
         max_pinned_blocks: how many blocks may be pinned at once; one that is pinned twice counts once.
     """
 
     def __init__(self, block_pool: BlockPoolCore, max_pinned_blocks: int) -> None:
         self.max_pinned_blocks = max_pinned_blocks
-        self._counts: dict[KVCacheBlock, int] = {}
-        self._hold = block_pool.holds.open([], "pinned")
+        self.counts: dict[KVCacheBlock, int] = {}
+        self.hold = block_pool.holds.open([], "pinned")
         # The counts from before a call that has not ended, of the blocks that it is about.
         self._counts_before: dict[KVCacheBlock, int] = {}
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self.counts)
 
     def __contains__(self, block: KVCacheBlock) -> bool:
-        return block in self._counts
+        return block in self.counts
 
     def check_room(self, num_blocks: int) -> None:
         """Raise PinLimitError unless `num_blocks` more may be pinned."""
-        if len(self._counts) + num_blocks > self.max_pinned_blocks:
+        if len(self.counts) + num_blocks > self.max_pinned_blocks:
             raise PinLimitError(
-                f"{len(self._counts)} blocks are pinned and {num_blocks} more would be; at most "
+                f"{len(self.counts)} blocks are pinned and {num_blocks} more would be; at most "
                 f"{self.max_pinned_blocks} may. Unpin others, or raise max_pinned_blocks."
             )
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin each block once more. Raises PinLimitError; nothing has changed then."""
-        counts = self._counts
+        counts = self.counts
         after: dict[KVCacheBlock, int] = {}
         for block in blocks:
             after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
         self.check_room(len(after) - len(counts.keys() & after.keys()))
         self._counts_before = {block: counts.get(block, 0) for block in after}
-        self._hold.add(after)
+        self.hold.add(after)
         counts |= after
         self._counts_before = {}
 
@@ -53,7 +57,7 @@ class Pins:
         Raises:
             InvalidBlockError: a block is not pinned so often. Nothing has changed.
         """
-        counts = self._counts
+        counts = self.counts
         left: dict[KVCacheBlock, int] = {}
         for block in blocks:
             count = (left[block] if block in left else counts.get(block, 0)) - 1
@@ -66,21 +70,21 @@ class Pins:
                 counts[block] = count
             else:
                 del counts[block]
-        self._hold.remove([block for block, count in left.items() if not count])
+        self.hold.remove([block for block, count in left.items() if not count])
         self._counts_before = {}
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
         """Undo a call that was interrupted, and drop the pins of blocks that no sequence holds."""
         for block, count in self._counts_before.items():
             if count:
-                self._counts[block] = count
+                self.counts[block] = count
             else:
-                self._counts.pop(block, None)
+                self.counts.pop(block, None)
         for block in unheld:
-            self._counts.pop(block, None)
-        self._hold.remove([block for block in self._hold.blocks if block not in self._counts])
-        self._hold.add(self._counts)
+            self.counts.pop(block, None)
+        self.hold.remove([block for block in self.hold.blocks if block not in self.counts])
+        self.hold.add(self.counts)
         self._counts_before = {}
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
-        return bool(self._counts) and not self._counts.keys().isdisjoint(blocks)
+        return bool(self.counts) and not self.counts.keys().isdisjoint(blocks)

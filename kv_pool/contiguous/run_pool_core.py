@@ -274,15 +274,16 @@ class RunPoolCore(BlockPoolCore):
             raise
         return is_done
 
-    def move_to_band(self, blocks: list[KVCacheBlock], band: int) -> None:
+    def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
+        listed = as_list("blocks", blocks)
         try:
-            super().move_to_band(blocks, band)
+            super().move_to_band(listed, band)
             if band == DEFAULT_BAND:
-                self.run_index.note_moved(blocks, self.run_index.now)
+                self.run_index.note_moved(listed, self.run_index.now)
             elif band < DEFAULT_BAND:
-                self.run_index.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
+                self.run_index.note_moved(listed, EMPTY if band == EMPTY_BAND else EMPTY + 1)
             else:
-                self.run_index.note_moved(blocks, KEPT)
+                self.run_index.note_moved(listed, KEPT)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -290,8 +291,13 @@ class RunPoolCore(BlockPoolCore):
             raise
 
     def merge_bands(self) -> None:
-        self.run_index.is_stale = True
-        super().merge_bands()
+        """As `BlockPool.merge_bands`. O(number of blocks)."""
+        try:
+            super().merge_bands()
+            self.rebuild_index()
+        except BaseException:
+            self.rebuild_index()
+            raise
 
     # ---- looking ---------------------------------------------------------------------------------
 

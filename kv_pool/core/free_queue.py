@@ -80,6 +80,10 @@ class FreeKVCacheBlockQueue:
         """
         tail = self.fake_free_list_tail
         block = self.fake_free_list_head.next_free_block
+        front = self.fake_free_list_head
+        while block is not None and block.ref_cnt == BAND_END:
+            front = block
+            block = block.next_free_block
         if block is None or block is tail:
             if self.num_free_blocks:
                 raise CorruptedPoolError(
@@ -87,15 +91,11 @@ class FreeKVCacheBlockQueue:
                     "the counter is out of sync with the queue"
                 )
             raise OutOfBlocksError("No free blocks available")
-        if block.ref_cnt == BAND_END:
-            block = self._find_first()
-            self.remove(block)
-            return block
         after = block.next_free_block
         if after is None:
             raise CorruptedPoolError(f"the first free block has no next_free_block: {block!r}")
-        self.fake_free_list_head.next_free_block = after
-        after.prev_free_block = self.fake_free_list_head
+        front.next_free_block = after
+        after.prev_free_block = front
         block.prev_free_block = None
         block.next_free_block = None
         self.num_free_blocks -= 1
@@ -283,18 +283,6 @@ class FreeKVCacheBlockQueue:
             if block.ref_cnt != BAND_END:
                 yield block
             block = block.next_free_block
-
-    def _find_first(self) -> KVCacheBlock:
-        """Return the first block behind the markers at the front.
-
-        Raises:
-            OutOfBlocksError: the queue is empty.
-            CorruptedPoolError: a link is missing.
-        """
-        for block in self.iter_blocks_after(None):
-            return block
-        self.check_linked()
-        raise OutOfBlocksError("No free blocks available")
 
 
 def link(before: KVCacheBlock, blocks: list[KVCacheBlock], after: KVCacheBlock) -> None:

@@ -101,6 +101,22 @@ def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -
         raise
 
 
+def unpin_and_place(
+    pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
+) -> None:
+    """As `unpin_all`; the pool's placement moves the blocks to their bands."""
+    placement = pool._placement
+    listed = list(as_list("blocks", blocks))
+    assert placement is not None
+    try:
+        unpin_all(pool, listed, on_reuse)
+        placement.place(listed)
+    except BaseException as error:
+        if not isinstance(error, KVPoolError):
+            placement.recover()
+        raise
+
+
 def unpin_all(
     pool: PoolState, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
 ) -> None:

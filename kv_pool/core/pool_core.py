@@ -7,11 +7,12 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_list, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_checks import check_ours
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.clock import read_clock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.core.eviction_order import Placement
-from kv_pool.core.freeing import free_all, free_and_place, unpin_all
+from kv_pool.core.freeing import free_all, free_and_place, unpin_all, unpin_and_place
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
@@ -177,10 +178,10 @@ class BlockPoolCore(PrefixCache):
             InvalidTypeError: not a block, or nothing to call. In both cases nothing has changed.
         Contract: vLLM 0.33 `BlockPool.unpin_blocks`.
         """
-        listed = list(as_list("blocks", blocks))
-        unpin_all(self, listed, on_reuse)
-        if self._placement is not None:
-            self._placement.place(listed)
+        if self._placement is None:
+            unpin_all(self, blocks, on_reuse)
+        else:
+            unpin_and_place(self, blocks, on_reuse)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
         """May its only holder write into the block? Not if it is null, shared, free or cached."""
@@ -384,18 +385,23 @@ class BlockPoolCore(PrefixCache):
         self.eviction_order.open()
         self._placement = placement
 
-    def move_to_band(self, blocks: list[KVCacheBlock], band: int) -> None:
+    def move_to_band(self, blocks: Iterable[KVCacheBlock], band: int) -> None:
         """Put free blocks at the back of a band of the eviction order, in the given order. O(len(blocks)).
 
         Args:
             band: -100 to 100; 0 is the default band, and `EXPIRED_BAND` comes before all others.
         Raises:
             InvalidArgumentError: no such band, or the pool has no bands: see `open_bands`.
-            InvalidBlockError: a block is not free. In both cases nothing has changed.
+            InvalidBlockError: a block is not free, or another pool's. In both cases nothing has changed.
         """
+        listed = as_list_of("blocks", blocks, KVCacheBlock)
+        band = as_int("band", band)
         if self._unfinished != NOTHING:
             self._recover()
-        self.eviction_order.move(as_list_of("blocks", blocks, KVCacheBlock), as_int("band", band))
+        for block in listed:
+            if block._owner is not self._owner:
+                check_ours(block, self._owner, "move_to_band()")
+        self.eviction_order.move(listed, band)
 
     def merge_bands(self) -> None:
         """Make all bands the default band; the order of the free blocks stays. O(bands)."""

@@ -124,6 +124,8 @@ class PoolState:
         self._placement: Placement | None = None
         self._unfinished_count: i64 = 0
         self._unfinished_total: int = 0
+        # Ends of bands behind which taken blocks were, and how many were taken before each.
+        self._unfinished_ends: list[tuple[int, KVCacheBlock]] = []
         self._unfinished_swap: IdSwap | None = None
         self._unfinished_watcher: Callable[[KVCacheBlock], None] | None = None
         self.epoch: int = 0

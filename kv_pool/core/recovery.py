@@ -32,18 +32,23 @@ def recover(pool: PoolState) -> None:
     if todo == UNDO_TAKING_FIRST:
         if pool._unfinished_count < 0:
             pool._unfinished_count = len(blocks)
+        ends = pool._unfinished_ends
         while pool._unfinished_count > 0:
-            # From the last one on, each to the front of the queue.
+            # From the last one on, each to the front of the queue, or of its band.
             block = blocks[pool._unfinished_count - 1]
-            after = head.next_free_block
+            while ends and ends[-1][0] >= pool._unfinished_count:
+                del ends[-1]
+            front = ends[-1][1] if ends else head
+            after = front.next_free_block
             assert after is not None
             block.ref_cnt = 0
-            block.prev_free_block = head
+            block.prev_free_block = front
             block.next_free_block = after
-            head.next_free_block = block
+            front.next_free_block = block
             after.prev_free_block = block
             pool._unfinished_count -= 1
         queue.num_free_blocks = pool._unfinished_total
+        pool._unfinished_ends = []
     elif todo in (UNDO_TOUCHING, UNDO_TAKING_LISTED):
         while pool._unfinished_count > 0:
             # From the last one on, each to between the neighbours that it still names.

@@ -39,6 +39,7 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
     num_free = queue.num_free_blocks
     head = queue.fake_free_list_head
     front = head  # the taken blocks come behind it: the head, or the last end of a band that was passed
+    ends: list[tuple[int, KVCacheBlock]] | None = None  # see `PoolState._unfinished_ends`
     block = head.next_free_block
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     is_cut = False
@@ -46,6 +47,9 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
         for _ in range(num_blocks):
             if block is None or block.ref_cnt != 0:
                 while block is not None and block.ref_cnt == BAND_END:
+                    if ends is None:
+                        ends = []
+                    ends.append((len(taken), block))
                     front.next_free_block = block
                     block.prev_free_block = front
                     front = block
@@ -85,6 +89,8 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
             front.next_free_block = following
             following.prev_free_block = front
             pool._unfinished_total = num_free
+        if ends is not None:
+            pool._unfinished_ends = ends
         pool._unfinished_blocks = taken
         pool._unfinished_count = -1
         pool._unfinished = UNDO_TAKING_FIRST

@@ -10,7 +10,7 @@
 ```
 
 After a connection nothing is asked for yet: ZeroMQ's publishers learn of a subscription a moment later, and
-what is sent between the answer and that moment reaches nobody. Where that is more than the publisher's buffer
+what is sent between the answer and that moment is lost. Where that is more than the publisher's buffer
 holds, it would take a second snapshot. So the first live batch, or a short while without one, comes before.
 
 What numbers cannot tell, bytes do: a request begins with the last batch that was taken, and only the same

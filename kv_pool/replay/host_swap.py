@@ -1,4 +1,4 @@
-"""`HostSwap`: preempted requests go to a pool in host memory instead of being computed anew."""
+"""`HostSwap`: preempted requests go to a pool in host memory instead of being recomputed."""
 
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -12,15 +12,14 @@ from kv_pool.replay.report import ReplayReport
 class HostSwap:
     """A host pool beside the manager's, and the copies between them, in virtual time.
 
-    A request that is swapped out gives
-    its device blocks up at once, and goes on when its copy back is done: an engine that copies into blocks,
-    or computes into them, before they are copied out would have to wait for that, too.
+    A request that is swapped out releases its device blocks at once, and continues when its copy back is
+    done. An engine would also wait until blocks are copied out before it writes into them.
 
     Args:
         num_blocks: that the host pool can hand out.
         block_bytes: what a copy of one block moves.
         link: between device and host.
-        rule: whether a request is swapped out, if the host has room, or computed anew.
+        rule: whether a request is swapped out, if the host has room, or recomputed.
         report: copies are counted there.
     """
 
@@ -45,12 +44,15 @@ class HostSwap:
         self._report = report
 
     def holds(self, request: ReplayRequest) -> bool:
-        """Is the request swapped out?"""
+        """Return True while the request is swapped out."""
         return self.swapper.is_swapped_out(request.request_id)
 
     def take_out(self, request: ReplayRequest, now_ms: float) -> bool:
-        """Swap a running request out, which loses the step it is in; False, with nothing changed, where it
-        had better be computed anew or the host has no room."""
+        """Swap out a running request, which loses the step it is in.
+
+        Returns:
+            False, with nothing changed, where the rule says to recompute it or the host has no room.
+        """
         if self._rule(count_loss(self._manager, request)) is not PreemptionKind.SWAP:
             return False
         plan = self.swapper.swap_out(request)
@@ -63,7 +65,11 @@ class HostSwap:
         return True
 
     def bring_back(self, request: ReplayRequest, num_next_tokens: int, now_ms: float) -> float | None:
-        """Swap a request in if there is room, for `num_next_tokens` more, too: when it is there, or None."""
+        """Swap in a request, with room for `num_next_tokens` more.
+
+        Returns:
+            When its copy is done (ms); None, with nothing changed, if there is no room.
+        """
         plan = self.swapper.swap_in(request, num_new_tokens=num_next_tokens)
         if plan is None:
             return None

@@ -2,13 +2,13 @@
 
 
 class Link:
-    """A way between two memories, with one rate for both directions together.
+    """A connection between two memories, with one rate for both directions together.
 
     Args:
         bytes_per_s: that rate.
 
     Attributes:
-        free_ms: when all copies that were asked for so far are done.
+        free_ms: when all copies requested so far are done.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -16,7 +16,7 @@ class Link:
         self._bytes_per_ms = bytes_per_s / 1000
 
     def copy(self, num_bytes: int, now_ms: float) -> float:
-        """When so many bytes, and all that were to be copied before, are copied; now, if there are none."""
+        """Return the completion time (ms) of this copy, queued behind earlier ones; `now_ms` for 0 bytes."""
         if not num_bytes:
             return now_ms
         self.free_ms = max(now_ms, self.free_ms) + num_bytes / self._bytes_per_ms

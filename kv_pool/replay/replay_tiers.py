@@ -59,12 +59,15 @@ class ReplayTiers:
         self._num_on_disk = 0
 
     def find(self, request: ReplayRequest, prefix: CachedPrefix) -> TierHit:
-        """What the tiers have of the request after its prefix on the device."""
+        """Find what the tiers have of the request after its prefix on the device."""
         return self.read_back.find_prefix(request, prefix, request.max_hit_tokens)
 
     def begin(self, request: ReplayRequest, hit: TierHit, prefix: CachedPrefix, num_new_tokens: int) -> bool:
-        """Let a request have blocks for a hit, and for so many tokens more, and read into them; False, with
-        nothing changed, if there is no room for the whole request."""
+        """Allocate blocks for a hit and for `num_new_tokens` more, and read into those of the hit.
+
+        Returns:
+            False, with nothing changed, if there is no room for the whole request.
+        """
         plan = self.read_back.plan_read_back(
             request, hit, prefix, num_new_tokens=num_new_tokens, full_sequence_must_fit=True
         )
@@ -76,21 +79,21 @@ class ReplayTiers:
         return True
 
     def is_reading(self, request: ReplayRequest) -> bool:
-        """Is the request waiting for what is read for it?"""
+        """Return True while the request waits for blocks that are being read."""
         return request.request_id in self._plans
 
     def finish(self, request: ReplayRequest) -> None:
-        """It is there: the request holds its blocks."""
+        """Complete the read: the request holds its blocks."""
         plan = self._plans.pop(request.request_id)
         plan.commit()
         request.num_computed_tokens = plan.num_computed_tokens
 
     def give_up(self, request: ReplayRequest) -> None:
-        """The request loses the blocks that are being read."""
+        """Abort the read: the request loses the blocks that are being read."""
         self._plans.pop(request.request_id).abort()
 
     def copy(self, now_ms: float) -> float:
-        """When all is copied that was stored and read since the last call; now, if nothing was."""
+        """Return when the copies of all stores and reads since the last call are done (ms)."""
         statistics = self._cache.get_statistics()
         num_linked = statistics[0].num_stored + sum(tier.num_read for tier in statistics)
         num_on_disk = sum(
@@ -102,7 +105,7 @@ class ReplayTiers:
         return max(linked_ms, on_disk_ms)
 
     def count_hit(self, hit: TierHit, num_missing: int) -> None:
-        """Count a hit; tokens that its last block is short of are taken off the coldest tier's."""
+        """Count a hit, less `num_missing` tokens of its last block, which is in the lowest tier."""
         for report in reversed(self.reports):
             num_tokens = hit.num_tokens_by_medium[report.medium]
             if num_tokens:

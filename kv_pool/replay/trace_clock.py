@@ -114,8 +114,8 @@ class TraceClock:
             self._waited_ms[request.request_id] = -self._now_ms
 
     def _admit(self) -> None:
-        # Who was preempted gives way until the others have moved on. Otherwise a request whose prompt is
-        # cached is back at once, preempts itself again, and time stands still.
+        # A preempted request waits until the others have advanced. Otherwise a request whose prompt is cached
+        # is admitted at once, preempts itself again, and time stands still.
         if self._running and self._now_ms <= self._preempted_ms:
             return
         swap = self.driver.swap
@@ -144,7 +144,7 @@ class TraceClock:
                     self._prefill(request, num_tokens)
 
     def _run(self, request: ReplayRequest) -> None:
-        """From the front of the queue to those that run."""
+        """Move the request from the front of the queue to the running ones."""
         self._waiting.popleft()
         self._waited_ms[request.request_id] += self._now_ms
         self._running[request.request_id] = request
@@ -153,19 +153,19 @@ class TraceClock:
         self.report.peak_running = max(self.report.peak_running, len(self._running))
 
     def _prefill(self, request: ReplayRequest, num_tokens: int) -> None:
-        """Compute so many tokens of the prompt when those before it are computed."""
+        """Plan the end of computing `num_tokens` of the prompt, behind prompts that are computed before."""
         start_ms = max(self.driver.copy(self._now_ms), self._prefill_free_ms)
         self._prefill_free_ms = start_ms + 1000 * num_tokens / self.rates.prefill_tokens_per_s
         self._plan(request, self._prefill_free_ms, num_tokens)
 
     def _plan(self, request: ReplayRequest, due_ms: float, num_tokens: int) -> None:
-        """At `due_ms` the request has computed or generated `num_tokens` more."""
+        """Plan that at `due_ms` the request has computed or generated `num_tokens` more."""
         self._sequence += 1
         admission = self._admissions[request.request_id]
         heapq.heappush(self._due, (due_ms, self._sequence, request.request_id, admission, num_tokens))
 
     def _step(self, request: ReplayRequest, num_tokens: int) -> None:
-        """The request has computed or generated `num_tokens`, or was read: end it, or let it go on."""
+        """End a request that has computed or generated `num_tokens`, or was read; or plan its next step."""
         self.driver.finish_reading(request)
         if request.num_computed_tokens < request.num_tokens:
             request.num_computed_tokens += num_tokens
@@ -193,7 +193,7 @@ class TraceClock:
             )
 
     def _count_next(self, request: ReplayRequest) -> int:
-        """Tokens of the request's next step: a part of the prompt, or output until a block is full."""
+        """Count the next step's tokens: part of the prompt, or output until a block is full; 0 at the end."""
         if request.num_computed_tokens < request.num_tokens:
             return self._steps.count_next(request.num_computed_tokens, request.num_tokens)
         block_size = self.driver.manager.block_size

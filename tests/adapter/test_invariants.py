@@ -47,7 +47,7 @@ def pin_too_many(pool):
 
 
 def pin_a_free_block(pool):
-    pool.holdings.pins._counts[pool.block_pool.blocks[9]] = 1
+    pool.holdings.pins.counts[pool.block_pool.blocks[9]] = 1
 
 
 def miscount_the_blocks(pool):
@@ -72,7 +72,7 @@ def book_under_another_id(pool):
         (hold_a_free_block, "A3"),
         (count_a_reference_too_many, "A4"),
         (pin_too_many, "A5"),
-        (pin_a_free_block, "P7"),
+        (pin_a_free_block, "A5"),
         (miscount_the_blocks, "A6"),
         (leave_a_reference_unbooked, "A7"),
     ],
@@ -87,7 +87,7 @@ def test_damage_is_named_by_its_number(damage, number):
 def test_a_pinned_block_that_no_sequence_holds_is_noticed():
     pool = make_pool()
     taken = pool.block_pool.get_new_blocks(1)
-    pool.holdings.pins._counts[taken[0]] = 1
+    pool.holdings.pins.counts[taken[0]] = 1
     with pytest.raises(CorruptedPoolError, match=r"^A5:"):
         check(pool, taken)
 

@@ -4,39 +4,16 @@ import random
 from collections import Counter
 
 import pytest
+from core.banded_pool import ByHash
+from core.banded_pool import check as check_pool
 from drawing import blocks, make_pool
 from interrupting import interrupt_everywhere, interrupt_twice_at_random
 
 from kv_pool import BlockPool
-from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core import invariants
-from kv_pool.core.eviction_order import Placement
 from kv_pool.core.holds import HoldState
 
 PICTURE = "free: 3 4 1* 2* 7* | in use: 5 6*x2 8* 9"
-
-
-class KeepsCachedBlocks(Placement):
-    """Moves cached blocks that become free to band 3."""
-
-    def __init__(self, pool):
-        self.pool = pool
-
-    def place(self, freed):
-        kept = [block for block in freed if block.ref_cnt == 0 and block.block_hash and not block.is_null]
-        self.pool.move_to_band(list(dict.fromkeys(kept)), 3)
-
-    def note_reset(self):
-        pass
-
-    def note_removed(self, blocks):
-        pass
-
-    def recover(self):
-        self.pool.move_to_band(
-            [block for block in self.pool.free_block_queue.get_all_free_blocks() if block.block_hash], 3
-        )
 
 
 class Bench:
@@ -49,7 +26,9 @@ class Bench:
         if pool_type is RunBlockPool:
             self.pool.rebuild_index()
         if kind.endswith("bands"):
-            self.pool.open_bands(KeepsCachedBlocks(self.pool))
+            placement = ByHash(self.pool)
+            placement.bands = {block.block_hash: 3 for block in self.pool.blocks if block.block_hash}
+            self.pool.open_bands(placement)
         self.table = blocks(self.pool, 5, 6, 6, 8, 9)  # references of an owner
         self.known = []  # holds of an owner
         self.first = self.pool.hold(blocks(self.pool, 5, 1, 8), "first", until=20)
@@ -63,7 +42,7 @@ class Bench:
         with pool.hold(blocks(pool, 6), "another"):
             pass
         pool.get_new_blocks(0)  # the index of a pool with runs may be stale
-        (run_invariants if isinstance(pool, RunBlockPool) else invariants).check(pool)
+        check_pool(pool)
         assert set(pool.holds.list_holds()) <= set(self.known)
         references = Counter(self.table)
         for hold in self.known:

@@ -101,7 +101,7 @@ class RandomScheduler:
             retention=retention and retention.retention,
         )
         self.swaps = RandomSwaps(self, setup.num_host_blocks) if setup.num_host_blocks else None
-        leases = RandomLeases(self, retention.retention) if retention else None
+        leases = RandomLeases(self) if retention else None
         self.companions = [one for one in (self.swaps, retention, leases) if one is not None]
         self.hasher = BlockHasher("sha256", "s", setup.hash_block_size)
         self.documents = [self._draw_tokens(setup.max_model_len) for _ in range(4)]

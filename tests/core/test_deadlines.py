@@ -1,0 +1,170 @@
+"""What ends next, and when."""
+
+import random
+
+import pytest
+from interrupting import interrupt_everywhere
+
+from kv_pool.core.deadlines import NEVER, Deadlines, Ending
+
+
+class Named(Ending):
+    """Ends at a time, and has a name for failing tests."""
+
+    def __init__(self, name, changes_at):
+        super().__init__(changes_at)
+        self.name = name
+
+    def __repr__(self):
+        return self.name
+
+
+def push(deadlines, *endings):
+    for ending in endings:
+        deadlines.push(ending)
+
+
+def end_all(deadlines, now):
+    """End what is due, in order."""
+    ended = []
+    while (ending := deadlines.find_due(now)) is not None:
+        ended.append(ending)
+        ending.changes_at = NEVER
+    return ended
+
+
+def test_what_is_due_is_found_until_it_changes_at_another_time():
+    deadlines, ending = Deadlines(), Ending(5.0)
+    deadlines.push(ending)
+    assert deadlines.find_due(4.9) is None
+    assert deadlines.find_due(5.0) is ending
+    assert deadlines.find_due(7.0) is ending
+    ending.changes_at = 6.0
+    deadlines.push(ending)
+    assert deadlines.find_due(5.5) is None
+    assert deadlines.find_due(6.0) is ending
+    ending.changes_at = NEVER
+    assert deadlines.find_due(1e300) is None
+    assert deadlines.entries == []
+
+
+def test_the_earliest_is_first_and_of_several_at_one_time_the_one_that_was_pushed_first():
+    deadlines = Deadlines()
+    endings = [
+        Named(name, time) for name, time in (("a", 3.0), ("b", 1.0), ("c", 3.0), ("d", 2.0), ("e", 3.0))
+    ]
+    push(deadlines, *endings)
+    assert str(end_all(deadlines, 2.5)) == "[b, d]"
+    assert str(end_all(deadlines, 3.0)) == "[a, c, e]"
+
+
+def test_what_never_ends_is_not_noted():
+    deadlines = Deadlines()
+    deadlines.push(Ending(NEVER))
+    assert deadlines.entries == []
+
+
+def test_an_entry_of_a_time_that_was_given_up_is_skipped():
+    deadlines, moved, ended = Deadlines(), Ending(1.0), Ending(2.0)
+    push(deadlines, moved, ended)
+    moved.changes_at = 9.0
+    ended.changes_at = NEVER
+    assert deadlines.find_due(5.0) is None
+    assert deadlines.find_due(100.0) is None
+    deadlines.push(moved)
+    assert deadlines.find_due(9.0) is moved
+
+
+def test_a_time_that_goes_back_to_what_it_was_counts_without_being_pushed_again():
+    deadlines, ending = Deadlines(), Ending(4.0)
+    deadlines.push(ending)
+    ending.changes_at = 8.0
+    deadlines.push(ending)
+    ending.changes_at = 4.0
+    assert end_all(deadlines, 4.0) == [ending]
+
+
+def test_a_time_that_is_noted_ahead_counts_once_it_is_the_endings():
+    deadlines, ending = Deadlines(), Ending(4.0)
+    deadlines.push(ending)
+    deadlines.push_at(ending, 2.0)
+    assert deadlines.find_due(3.0) is None
+    deadlines.push_at(ending, 2.0)
+    ending.changes_at = 2.0
+    assert end_all(deadlines, 3.0) == [ending]
+    deadlines.push_at(ending, NEVER)
+    assert end_all(deadlines, 100.0) == []
+
+
+def test_clearing_removes_all():
+    deadlines = Deadlines()
+    push(deadlines, Ending(1.0), Ending(2.0))
+    deadlines.clear()
+    assert deadlines.find_due(10.0) is None
+    deadlines.push(Ending(3.0))
+    assert deadlines.find_due(3.0) is not None
+
+
+def test_outdated_entries_are_removed_when_there_are_many():
+    deadlines = Deadlines()
+    lasting = [Ending(1e6 + number) for number in range(10)]
+    push(deadlines, *lasting)
+    moved = Ending(0.0)
+    for number in range(10_000):
+        moved.changes_at = 1e5 + number
+        deadlines.push(moved)
+        assert len(deadlines.entries) <= 66
+    assert end_all(deadlines, 1e5 + 9_998) == []
+    assert end_all(deadlines, 2e6) == [moved, *lasting]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_endings_are_found_in_the_order_of_a_slow_model(seed):
+    rng = random.Random(seed)
+    deadlines, live, now, num_pushed = Deadlines(), {}, 0.0, 0
+    for number in range(1_000):
+        match rng.choice(["new", "move", "drop", "look", "look"]):
+            case "new":
+                ending = Named(f"ending {number}", now + rng.randrange(20))
+                num_pushed += 1
+                live[ending] = (ending.changes_at, num_pushed)
+                deadlines.push(ending)
+            case "move" if live:
+                ending = rng.choice(list(live))
+                ending.changes_at = now + 20 + rng.randrange(40) + number / 2_000
+                num_pushed += 1
+                live[ending] = (ending.changes_at, num_pushed)
+                deadlines.push(ending)
+            case "drop" if live:
+                ending = rng.choice(list(live))
+                ending.changes_at = NEVER
+                del live[ending]
+            case "look":
+                now += rng.randrange(4)
+                due = sorted((ending for ending in live if live[ending][0] <= now), key=live.get)
+                assert end_all(deadlines, now) == due
+                for ending in due:
+                    del live[ending]
+
+
+def test_an_interrupted_note_leaves_the_others_and_the_time_of_before():
+    def make():
+        deadlines = Deadlines()
+        endings = [Named(f"ending {number}", float(number)) for number in range(65)]
+        push(deadlines, *endings)
+        for ending in endings[::2]:
+            ending.changes_at = NEVER
+        return deadlines, endings
+
+    def move_one(subject):
+        deadlines, endings = subject
+        deadlines.push_at(endings[1], 100.0)
+        endings[1].changes_at = 100.0
+
+    def check(subject):
+        deadlines, endings = subject
+        due = [ending for ending in endings if ending.changes_at != NEVER]
+        assert end_all(deadlines, 1_000.0) == sorted(due, key=lambda ending: ending.changes_at)
+
+    _, broken = interrupt_everywhere(make, move_one, check)
+    assert not broken

@@ -1,0 +1,361 @@
+"""Bands of the free queue: which blocks are reused before or after others."""
+
+import random
+
+import pytest
+from contiguous.slot_engine import make_run_pool
+from core.banded_pool import PICTURE, ByHash, check, list_bands, make_banded
+from drawing import blocks, cache, hash_of, ids, make_pool, state
+
+from kv_pool import BlockPool, CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.contiguous.plan import plan_clear_run
+from kv_pool.contiguous.run_index import EMPTY, KEPT
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
+
+
+def make_ordered(pool_type=BlockPool):
+    """Bands: empty 9, expired 2, -5: 4, default 1 3, 7: 5."""
+    pool = make_banded(pool_type=pool_type)
+    for band, block_id in ((7, 5), (-5, 4), (EXPIRED_BAND, 2)):
+        pool.move_to_band(blocks(pool, block_id), band)
+    return pool
+
+
+# ---- a pool without bands --------------------------------------------------------------------------
+
+
+def test_a_pool_has_no_bands_unless_it_is_asked_for_them():
+    pool = make_pool(PICTURE)
+    queue = pool.free_block_queue
+    assert not pool.eviction_order.is_open
+    assert (pool.eviction_order.list_bands(), pool.eviction_order.has_kept) == ([], False)
+    assert queue.append_before is queue.fake_free_list_tail
+    linked = [queue.fake_free_list_head]
+    while linked[-1].next_free_block is not None:
+        linked.append(linked[-1].next_free_block)
+    assert linked[1:-1] == queue.get_all_free_blocks()
+    with pytest.raises(InvalidArgumentError, match=r"the pool has no bands; open_bands\(\) gives it some"):
+        pool.move_to_band(blocks(pool, 1), 1)
+    pool.merge_bands()
+    assert state(pool) == PICTURE
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+def test_bands_that_are_open_and_not_used_change_nothing(pool_type):
+    rng = random.Random(1)
+    pools = [make_pool(PICTURE, pool_type), make_banded(PICTURE, pool_type)]
+    if pool_type is RunBlockPool:
+        pools[0].rebuild_index()
+    for number in range(200):
+        pictures = set()
+        seed = rng.random()
+        for pool in pools:
+            draw = random.Random(seed)
+            free = pool.get_num_free_blocks()
+            match draw.choice(["take", "free", "touch", "evict"]):
+                case "take":
+                    for block in pool.get_new_blocks(draw.randrange(free + 1)):
+                        if draw.random() < 0.7:
+                            cache(pool, block, 100 + 10 * number + block.block_id)
+                case "free":
+                    used = [block for block in pool.blocks[1:] if block.ref_cnt]
+                    pool.free_blocks(draw.sample(used, draw.randrange(len(used) + 1)))
+                case "touch":
+                    pool.touch(draw.choices([block for block in pool.blocks if block.block_hash], k=1))
+                case "evict":
+                    pool.evict_blocks([draw.randrange(10)])
+            check(pool)
+            pictures.add(state(pool))
+        assert len(pictures) == 1
+
+
+# ---- the order -----------------------------------------------------------------------------------
+
+
+def test_lower_bands_are_reused_first_and_each_in_its_own_order():
+    pool = make_ordered()
+    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3], 7: [5]}
+    assert ids(pool.get_new_blocks(3)) == [9, 2, 4]
+    assert ids(pool.get_new_blocks(2)) == [1, 3]
+    assert pool.get_num_free_blocks() == 1
+    assert pool.eviction_order.has_kept
+    with pytest.raises(OutOfBlocksError, match="asked for 2 blocks, 1 are free"):
+        pool.get_new_blocks(2)
+    assert ids(pool.get_new_blocks(1)) == [5]
+    check(pool)
+
+
+def test_blocks_that_become_free_go_to_the_default_band_or_to_the_front():
+    pool = make_ordered()
+    pool.free_blocks(blocks(pool, 7, 8, 6))
+    assert list_bands(pool) == {EMPTY_BAND: [8, 9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3, 7, 6], 7: [5]}
+    check(pool)
+
+
+def test_blocks_are_moved_to_the_back_of_a_band_also_of_their_own():
+    pool = make_ordered()
+    pool.move_to_band(blocks(pool, 3, 5), 100)
+    pool.move_to_band(blocks(pool, 1), -100)
+    pool.move_to_band(blocks(pool, 3), 100)
+    pool.move_to_band(blocks(pool, 3), 100)
+    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -100: [1], -5: [4], 100: [5, 3]}
+    pool.move_to_band(blocks(pool, 5, 4), 0)
+    pool.move_to_band(blocks(pool, 1), EMPTY_BAND)
+    assert list_bands(pool) == {EMPTY_BAND: [9, 1], EXPIRED_BAND: [2], 0: [5, 4], 100: [3]}
+    assert state(pool) == "free: 9 1* 2* 5* 4* 3* | in use: 6* 7* 8"
+    check(pool)
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+def test_a_refused_move_changes_nothing(pool_type):
+    pool, other = make_ordered(pool_type), make_banded()
+    before = list_bands(pool)
+    cases = [
+        ([1], 101, InvalidArgumentError, "the band is 101; bands go from -100 to 100"),
+        ([1], -103, InvalidArgumentError, "the band is -103"),
+        ([1, 6], 1, InvalidBlockError, "block 6 is in use; only free blocks are moved to a band"),
+        ([1, 0], 1, InvalidBlockError, "block 0 is"),
+    ]
+    for block_ids, band, error, said in cases:
+        with pytest.raises(error, match=said):
+            pool.move_to_band(blocks(pool, *block_ids), band)
+    with pytest.raises(InvalidBlockError, match="block 3 belongs to another pool"):
+        pool.move_to_band([pool.blocks[1], other.blocks[3]], 1)
+    assert list_bands(pool) == before
+    check(pool)
+    check(other)
+
+
+def test_bands_without_blocks_leave_no_markers_behind():
+    pool = make_banded()
+    for band in range(1, 50):
+        pool.move_to_band(blocks(pool, 1, 2), band)
+        pool.move_to_band(blocks(pool, 3), -band)
+    assert len(pool.eviction_order._bands) <= 6
+    assert list_bands(pool) == {EMPTY_BAND: [9], -49: [3], 0: [4, 5], 49: [1, 2]}
+    check(pool)
+
+
+def test_merged_bands_are_the_default_band_in_the_order_in_which_they_were():
+    pool = make_ordered()
+    before = state(pool)
+    pool.merge_bands()
+    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [2, 4, 1, 3, 5]}
+    assert state(pool) == before
+    pool.move_to_band(blocks(pool, 4), 3)
+    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [2, 1, 3, 5], 3: [4]}
+    check(pool)
+
+
+# ---- the queue's own methods ---------------------------------------------------------------------
+
+
+def test_the_queue_returns_and_counts_blocks_and_no_markers():
+    pool = make_ordered()
+    queue = pool.free_block_queue
+    order = blocks(pool, 9, 2, 4, 1, 3, 5)
+    assert queue.get_all_free_blocks() == order
+    assert list(queue.iter_blocks_after(None)) == order
+    for position, block in enumerate(order):
+        assert list(queue.iter_blocks_after(block)) == order[position + 1 :]
+    queue.remove(pool.blocks[4])
+    assert queue.num_free_blocks == 5
+    queue.append(pool.blocks[4])
+    assert ids(queue.get_all_free_blocks()) == [9, 2, 1, 3, 4, 5]
+    queue.append_n(queue.popleft_n(2))
+    queue.prepend_n([queue.popleft()])
+    assert ids(queue.get_all_free_blocks()) == [1, 3, 4, 9, 2, 5]
+    assert list_bands(pool) == {EMPTY_BAND: [1], 0: [3, 4, 9, 2], 7: [5]}
+    check(pool)
+    assert ids(queue.popleft_n(5)) == [1, 3, 4, 9, 2]
+    assert queue.popleft() is pool.blocks[5]
+    assert (queue.popleft_n(0), queue.num_free_blocks, queue.get_all_free_blocks()) == ([], 0, [])
+    with pytest.raises(OutOfBlocksError):
+        queue.popleft()
+    with pytest.raises(InvalidArgumentError):
+        queue.popleft_n(1)
+    queue.num_free_blocks = 1
+    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but no block is linked"):
+        queue.popleft()
+    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but only 0 blocks are linked"):
+        pool.get_new_blocks(1)
+
+
+def test_a_queue_that_counts_too_many_is_left_as_it_was():
+    pool = make_ordered()
+    before = list_bands(pool)
+    pool.free_block_queue.num_free_blocks += 1
+    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 7 but only 6 blocks are linked"):
+        pool.get_new_blocks(7)
+    pool.free_block_queue.num_free_blocks -= 1
+    assert list_bands(pool) == before
+    check(pool)
+
+
+# ---- the pool's other methods --------------------------------------------------------------------
+
+
+def test_blocks_are_touched_and_taken_out_of_their_bands():
+    pool = make_ordered()
+    pool.touch(blocks(pool, 5, 4, 5))
+    assert state(pool) == "free: 9 2* 1* 3* | in use: 4* 5*x2 6* 7* 8"
+    pool.take_blocks(blocks(pool, 3, 2))
+    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [1]}
+    with pytest.raises(InvalidBlockError):
+        pool.touch([pool.blocks[1], make_banded().blocks[1]])
+    with pytest.raises(InvalidBlockError):
+        pool.take_blocks(blocks(pool, 1, 9, 1))
+    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [1]}
+    check(pool)
+
+
+def test_a_reset_makes_all_bands_the_empty_one_in_their_order():
+    pool = make_ordered()
+    assert not pool.reset_prefix_cache()
+    pool.free_blocks(blocks(pool, 6, 7, 8))
+    assert pool.reset_prefix_cache()
+    assert list_bands(pool) == {EMPTY_BAND: [8, 9, 2, 4, 1, 3, 6, 7, 5]}
+    assert pool.placement.num_resets == 1
+    cache(pool, pool.get_new_blocks(1)[0])
+    pool.free_blocks(blocks(pool, 8))
+    assert list_bands(pool)[0] == [8]
+    check(pool)
+
+
+def test_blocks_that_are_added_are_next_and_those_that_are_removed_leave_their_bands():
+    pool = make_banded("free: 5 1* 3* 4* | in use: 2")
+    pool.move_to_band(blocks(pool, 4), 9)
+    pool.add_blocks(2)
+    assert list_bands(pool) == {EMPTY_BAND: [6, 7, 5], 0: [1, 3], 9: [4]}
+    removed = blocks(pool, 4, 5, 6, 7)
+    pool.remove_last_blocks(4)
+    assert list_bands(pool) == {0: [1, 3]}
+    assert pool.placement.removed == removed
+    check(pool)
+
+
+def test_watched_blocks_are_placed_and_their_watchers_called_in_order_of_reuse():
+    pool = make_ordered()
+    told = []
+    pool.placement.bands = {pool.blocks[7].block_hash: -9}
+    pool.unpin_blocks(blocks(pool, 8, 7, 6), lambda block: told.append(block.block_id))
+    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -9: [7], -5: [4], 0: [1, 3, 8, 6], 7: [5]}
+    assert ids(pool.get_new_blocks(7)) == [9, 2, 7, 4, 1, 3, 8]
+    assert told == [7, 8]
+    check(pool)
+
+
+def test_blocks_whose_watcher_raises_are_at_the_front():
+    pool = make_ordered()
+
+    def refuse(block):
+        raise KeyError(block.block_id)
+
+    pool._reuse_watchers[4] = refuse
+    with pytest.raises(KeyError):
+        pool.get_new_blocks(4)
+    assert ids(pool.free_block_queue.get_all_free_blocks()) == [9, 2, 4, 1, 3, 5]
+    check(pool)
+
+
+def test_a_freed_pool_is_collected_with_its_bands():
+    import gc
+    import weakref
+
+    pool = make_ordered()
+    gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+
+
+# ---- placements ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
+def test_a_placement_is_called_with_what_lost_a_reference(pool_type):
+    pool = make_banded("free: 1 | in use: 2* 3*x2 4*", pool_type)
+    pool.placement.bands = {hash_of(2) + b"\0\0\0\0": 50, hash_of(3) + b"\0\0\0\0": -50}
+    pool.free_blocks(blocks(pool, 3, 2))
+    assert list_bands(pool) == {EMPTY_BAND: [1], 50: [2]}
+    references = blocks(pool, 4, 3)
+    pool.free_out_of(references)
+    assert references == []
+    assert list_bands(pool) == {EMPTY_BAND: [1], -50: [3], 0: [4], 50: [2]}
+    assert pool.placement.placed == [[3, 2], [4, 3]]
+    with pytest.raises(InvalidBlockError):
+        pool.free_blocks(blocks(pool, 4))
+    assert pool.placement.num_recoveries == 0
+    check(pool)
+
+
+def test_a_pool_has_one_placement():
+    pool = make_banded()
+    with pytest.raises(InvalidArgumentError, match="the pool has a placement already: "):
+        pool.open_bands(ByHash(pool))
+    pool.free_blocks(blocks(pool, 8))
+    assert pool.placement.placed == [[8]]
+
+
+# ---- the index of runs -----------------------------------------------------------------------------
+
+
+def test_ages_follow_the_bands():
+    pool = make_run_pool(PICTURE)
+    pool.open_bands(ByHash(pool))
+    pool.move_to_band(blocks(pool, 1, 5), 8)
+    pool.move_to_band(blocks(pool, 2), -8)
+    ages = pool.run_index.ages
+    assert (ages[1], ages[5], ages[2], ages[9]) == (KEPT, KEPT, EMPTY + 1, EMPTY)
+    pool.move_to_band(blocks(pool, 1), 0)
+    pool.move_to_band(blocks(pool, 2), EMPTY_BAND)
+    assert (ages[1], ages[2]) == (pool.run_index.now, EMPTY)
+    check(pool)
+    pool.merge_bands()
+    check(pool)
+    assert KEPT not in pool.run_index.ages
+
+
+@pytest.mark.parametrize("make_iterable", [list, tuple, iter])
+def test_ages_follow_whatever_lists_the_blocks(make_iterable):
+    pool = make_run_pool(PICTURE)
+    pool.open_bands(ByHash(pool))
+    pool.move_to_band(make_iterable(blocks(pool, 1, 5)), 8)
+    assert (pool.run_index.ages[1], pool.run_index.ages[5]) == (KEPT, KEPT)
+    check(pool)
+
+
+def test_a_block_that_goes_behind_older_ones_of_a_lower_band_is_not_younger():
+    pool = make_run_pool(PICTURE)
+    pool.open_bands(ByHash(pool))
+    for band, block_id in ((-9, 1), (-8, 2), (-7, 3)):
+        pool.move_to_band(blocks(pool, block_id), band)
+    pool.rebuild_index()
+    check(pool)
+    pool.move_to_band(blocks(pool, 4), -7)
+    check(pool)
+
+
+def test_a_block_that_lost_its_content_in_a_higher_band_is_empty_after_a_rebuild():
+    pool = make_run_pool("free: 1* 2* | in use: 3 4")
+    pool.open_bands(ByHash(pool))
+    pool.move_to_band(blocks(pool, 1, 2), 8)
+    pool.evict_blocks([1])
+    pool.rebuild_index()
+    check(pool)
+    assert (pool.run_index.ages[1], pool.run_index.ages[2]) == (EMPTY, KEPT)
+    assert plan_clear_run(pool, 2) == (1, [(2, 1)]) or plan_clear_run(pool, 2).moves == []
+
+
+def test_kept_blocks_are_chosen_for_a_run_last():
+    pool = make_run_pool("free: 1* 2* 3* 4* 5* 6* | in use: 7 8", early_share=1.0)
+    pool.open_bands(ByHash(pool))
+    pool.move_to_band(blocks(pool, 1, 2), 8)
+    assert ids(pool.get_new_run(2)) == [4, 5]
+    assert sorted(ids(pool.get_new_blocks(2))) == [3, 6]
+    taken = []
+    assert not pool.take_run_onto(taken, 2, True)
+    assert pool.take_run_onto(taken, 2)
+    assert ids(taken) == [1, 2]
+    check(pool)
