@@ -8,8 +8,7 @@
     X5  the pool tells these tiers, and no others; a block that is pending is one of the pool
     X6  no key is written through twice: it waits for its step, or for its copy
     X7  a plan that is listed as open is open, under its own request's id
-    X8  an open plan's blocks are referenced; those to be read into have the plan's
-        reference, those of holds, and no key
+    X8  an open plan's blocks are referenced; those to be read into have this one reference and no key
     X9  the keys that tiers hold are those of the open plans, as often as these name them
 
 They hold whenever no method is running. `check(read_back)` raises CorruptedPoolError naming the first that
@@ -77,7 +76,6 @@ def check_cache(tiered_cache: TieredCache) -> None:
 def check_plans(read_back: TierReadBack) -> None:
     """X7 to X9."""
     held: Counter[BlockHashWithGroupId] = Counter()
-    num_holds = read_back.tiered_cache._pool.holds.count_references()
     for request_id, plan in read_back._open_plans.by_request.items():
         if plan.state is not PlanState.OPEN or plan.request_id != request_id:
             raise CorruptedPoolError(f"X7: {plan!r} is listed as open for request {request_id!r}")
@@ -85,8 +83,7 @@ def check_plans(read_back: TierReadBack) -> None:
             if block.ref_cnt < 1:
                 raise CorruptedPoolError(f"X8: block {block.block_id} of {plan!r} is free")
         for block in plan._targets:
-            num_own = block.ref_cnt - num_holds.get(block, 0)
-            if not block.is_null and (num_own != 1 or block.block_hash is not None):
+            if not block.is_null and (block.ref_cnt != 1 or block.block_hash is not None):
                 raise CorruptedPoolError(
                     f"X8: block {block.block_id} of {plan!r} has ref_cnt {block.ref_cnt} and hash "
                     f"{block.block_hash!r}"
