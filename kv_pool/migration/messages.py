@@ -6,7 +6,7 @@
 | `PrepareTransfer` | the source | `Offer`: blocks, lent until the lease ends (M1) |
 | `AskChecksums` | the source | `Checksums` |
 | `RenewLease` | the source | `LeaseRenewed` |
-| `AcknowledgeTransfer` | the source | `Acknowledged` (M3, M4); may be repeated |
+| `AcknowledgeTransfer` | the source | `Acknowledged` (M4); may be repeated |
 | `CancelTransfer` | the source | `Cancelled`; may be repeated |
 | `PullSubject` | the target | `PullStarted`: the source asks to be pulled from |
 | `AskPull` | the target | `PullOutcome`, so far |
@@ -117,7 +117,7 @@ class LeaseRenewed(Message, frozen=True):
 
 
 class AcknowledgeTransfer(Message, frozen=True):
-    """The blocks are here, verified, and can be hit (M3).
+    """The blocks are here, verified, and can be hit.
 
     Attributes:
         new_ids: their ids at the target, in the order of the offer.

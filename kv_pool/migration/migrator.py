@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final
@@ -16,7 +14,6 @@ from kv_pool.errors import (
     InvalidArgumentError,
     MigrationError,
     OutOfThreadsError,
-    PeerUnavailableError,
     StaleTransferError,
 )
 from kv_pool.migration import invariants
@@ -39,23 +36,24 @@ from kv_pool.migration.messages import (
     PullSubject,
     RenewLease,
 )
-from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMigration
-from kv_pool.migration.peer_links import PeerLinks
+from kv_pool.migration.migration import IncomingMigration, Migration
+from kv_pool.migration.migration_book import MigrationBook
+from kv_pool.migration.peer_links import PeerLinks, PeerOfPull
 from kv_pool.migration.peers import Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.push import Push
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.registry import NodeRegistry
-from kv_pool.migration.source import SourceTransfers, Transfer, TransferState, make_epoch
-from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
+from kv_pool.migration.source import SourceTransfers, make_epoch
+from kv_pool.migration.status import MigrationRecord, MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
-from kv_pool.migration.target import Pull, PullSettings
-from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+from kv_pool.migration.target import Pull
+from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.migration.workers import Workers
 
 _logger = logging.getLogger(__name__)
 
-MAX_ENDED: Final = 1000
 _MAX_CALL_S = 5.0
 
 
@@ -126,15 +124,16 @@ class Migrator:
         self._backends = list(backends)
         self._registry = registry
         self._clock = clock
-        self._on_phase = on_phase
         self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
-        self._source = SourceTransfers(site, name, self.epoch, lease_s, clock, self._note_transfer)
+        self._book = MigrationBook(name, lease_s, on_phase)
+        self._source = SourceTransfers(site, name, self.epoch, lease_s, clock, self._book.note_transfer)
         self._limit = RateLimit(max_bytes_per_s, clock)
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
         self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
         self._housekeeping = Housekeeping(name, site, self._source, lease_s, clock, self._askers)
+        self._book.attach(self._source, self._housekeeping)
         self._settings = PullSettings(
             name,
             site,
@@ -143,7 +142,7 @@ class Migrator:
             time.monotonic,
             self._limit,
             self._askers,
-            self._note_pull,
+            self._book.note_pull,
             self._housekeeping.note_unsettled,
         )
         self._server: CallServer | None = None
@@ -157,11 +156,6 @@ class Migrator:
                 self.answer,
                 bulk_handlers={key: handler for key, handler in handlers.items() if handler is not None},
             )
-        self._lock = threading.Lock()
-        self._migrations: OrderedDict[bytes, Migration] = OrderedDict()
-        self._ended: deque[bytes] = deque()
-        # Pulls that hold what has arrived, and may be forgotten as migrations before it is released.
-        self._holding: list[Pull] = []
         self._is_running = False
         self._is_stopped = False
 
@@ -198,8 +192,7 @@ class Migrator:
         if not self._is_running:
             return
         self._is_running, self._is_stopped = False, True
-        with self._lock:
-            running = [found for found in self._migrations.values() if not found.phase.is_ended]
+        running = self._book.list_running()
         for migration in running:
             migration.cancel()
         deadline = time.monotonic() + self.lease_s + self._call_s
@@ -215,8 +208,7 @@ class Migrator:
             self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
         for workers in (self._pullers, self._pushers, self._askers):
             workers.stop()
-        for pull in self._holding:
-            pull.release()
+        self._book.release_held()
         self._links.close()
         for backend in self._backends:
             backend.close()
@@ -265,14 +257,7 @@ class Migrator:
             PeerUnavailableError: it is not known, or does not answer; PeerAuthenticationError: not with our
                 secret.
         """
-        reply = self._links.call(name, DescribeNode(), timeout_s)
-        if not isinstance(reply, NodeDescription):
-            raise MigrationError(f"node {name!r} has answered DescribeNode with {type(reply).__name__}")
-        if reply.name != name:
-            raise PeerUnavailableError(
-                f"the node where {name!r} should listen is called {reply.name!r}; is the list of peers right?"
-            )
-        return reply
+        return self._links.describe(name, timeout_s)
 
     # ---- migrations ------------------------------------------------------------------------------
 
@@ -326,19 +311,16 @@ class Migrator:
             self._source,
             lambda message: self._links.call(target, message, self._call_s),
             self.lease_s,
-            self._note_migration,
+            self._book.note,
         )
-        with self._lock:
-            self._migrations[transfer_id] = push.migration
-        self._note_migration(push.migration)
+        self._book.add(push.migration)
+        self._book.note(push.migration)
         self._submit(self._pushers, push.run, push.migration)
         return push.migration
 
     def list_migrations(self) -> list[MigrationStatus]:
         """Running ones and the last 1000 that have ended, in both directions, oldest first."""
-        with self._lock:
-            found = list(self._migrations.values())
-        return [migration.get_status() for migration in found]
+        return [migration.get_status() for migration in self._book.list_all()]
 
     def find_migration(self, migration_id: str) -> Migration:
         """A running one, or one of the last 1000 that have ended.
@@ -346,23 +328,11 @@ class Migrator:
         Raises:
             InvalidArgumentError: there is none; names those that run.
         """
-        with self._lock:
-            for migration in self._migrations.values():
-                if migration.migration_id == migration_id:
-                    return migration
-            running = [found.migration_id for found in self._migrations.values() if not found.phase.is_ended]
-        raise InvalidArgumentError(
-            f"node {self.name!r} knows no migration {migration_id!r}; running are: "
-            f"{', '.join(running) or 'none'}"
-        )
+        return self._book.find(migration_id)
 
     def check_invariants(self) -> None:
         """Verify what `migration/invariants.py` says. Raises CorruptedPoolError; changes nothing."""
-        with self._lock:
-            pulls = [
-                found.pull for found in self._migrations.values() if isinstance(found, IncomingMigration)
-            ]
-            pulls += [pull for pull in self._holding if pull.transfer_id not in self._migrations]
+        pulls = self._book.list_pulls()
         with self.site.lock:
             invariants.check(self.site, self._source, pulls, self._housekeeping.list_unsettled())
 
@@ -401,17 +371,14 @@ class Migrator:
 
     def _answer_pull(self, message: PullSubject) -> PullStarted:
         self._links.learn_address(message.source, message.source_address)
-        with self._lock:
-            known = message.pull_id in self._migrations
-        if not known:
+        if self._book.get(message.pull_id) is None:
             self._start_pull(
                 message.pull_id, message.subject, message.source, message.is_move, message.max_bytes_per_s
             )
         return PullStarted(message.pull_id.hex())
 
     def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
-        with self._lock:
-            migration = self._migrations.get(message.pull_id)
+        migration = self._book.get(message.pull_id)
         if not isinstance(migration, IncomingMigration):
             raise StaleTransferError(f"node {self.name!r} pulls nothing called {message.pull_id.hex()}")
         if message.cancel:
@@ -440,14 +407,12 @@ class Migrator:
         self._check_can_start(subject, is_move)
         limit = RateLimit(max_bytes_per_s, self._clock)
         record = MigrationRecord(transfer_id, "in", source, subject, is_move)
-        pull = Pull(self._settings, _PeerOfPull(self, source), record, limit, hold_s)
+        pull = Pull(self._settings, PeerOfPull(self._links, source, self._call_s), record, limit, hold_s)
         migration = IncomingMigration(pull, self.lease_s)
-        with self._lock:
-            known = self._migrations.get(transfer_id)
-            if known is not None:
-                return known
-            self._migrations[transfer_id] = migration
-        self._note_migration(migration)
+        known = self._book.add(migration)
+        if known is not migration:
+            return known
+        self._book.note(migration)
         self._submit(self._pullers, pull.run, migration)
         return migration
 
@@ -456,93 +421,5 @@ class Migrator:
         try:
             workers.submit(run)
         except OutOfThreadsError:
-            with self._lock:
-                del self._migrations[migration.transfer_id]
+            self._book.remove(migration)
             raise
-
-    def _note_pull(self, pull: Pull) -> None:
-        with self._lock:
-            migration = self._migrations[pull.transfer_id]
-            if pull.is_holding():
-                self._holding = [one for one in self._holding if one.is_holding()]
-                self._holding.append(pull)
-        self._note_migration(migration)
-
-    def _note_transfer(self, transfer: Transfer) -> None:
-        """Something was lent, or is not any more."""
-        message = transfer.message
-        with self._lock:
-            migration = self._migrations.get(message.transfer_id)
-            if migration is None:
-                migration = OutgoingMigration(
-                    MigrationRecord(
-                        message.transfer_id,
-                        "out",
-                        message.target,
-                        message.subject,
-                        message.is_move,
-                        MigrationPhase.READING,
-                    ),
-                    lambda: self._take_back(message.transfer_id),
-                    is_push=False,
-                )
-                self._migrations[message.transfer_id] = migration
-        if not isinstance(migration, OutgoingMigration):
-            return  # a node that migrates to itself, which the site refuses
-        outcome = self._source.find_outcome(message.transfer_id)
-        if outcome is None:
-            migration.note_lent([block.block_id for block in transfer.selection.offered])
-        elif outcome.state is TransferState.ACKNOWLEDGED:
-            migration.note_acknowledged(list(outcome.new_ids))
-        elif outcome.state is TransferState.EXPIRED:
-            error = StaleTransferError(
-                f"node {message.target!r} has given no sign of life for {self.lease_s:g} s; the blocks stay "
-                "here"
-            )
-            migration.end(MigrationPhase.FAILED, [], error)
-        else:
-            migration.note_cancelled(outcome.reason)
-        self._note_migration(migration)
-
-    def _take_back(self, transfer_id: bytes) -> bool:
-        return not self._source.cancel(
-            CancelTransfer(transfer_id, "the source wants them back")
-        ).is_acknowledged
-
-    def _note_migration(self, migration: Migration) -> None:
-        is_ended = migration.phase.is_ended
-        self._housekeeping.note_phase(migration)
-        if self._on_phase is not None:
-            try:
-                self._on_phase(migration.get_status())
-            except Exception:
-                _logger.exception("on_phase of node %s has failed; the migration goes on", self.name)
-        migration.note_change()
-        if is_ended:
-            self._forget_oldest(migration.transfer_id)
-
-    def _forget_oldest(self, transfer_id: bytes) -> None:
-        with self._lock:
-            self._ended.append(transfer_id)
-            if len(self._ended) > MAX_ENDED:
-                self._migrations.pop(self._ended.popleft(), None)
-
-
-class _PeerOfPull:
-    """The source of a pull, by its name. See `PullPeer`."""
-
-    def __init__(self, migrator: Migrator, name: str) -> None:
-        self._migrator = migrator
-        self._links = migrator._links
-        self._name = name
-
-    def call(self, message: Message) -> Message:
-        if isinstance(message, DescribeNode):
-            return self._migrator.ask(self._name, self._migrator._call_s)
-        return self._links.call(self._name, message, self._migrator._call_s)
-
-    def take_reader(self, source: NodeDescription) -> BlockReader:
-        return self._links.take_reader(source)
-
-    def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        self._links.leave_reader(source, reader)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUnavailableError
+from kv_pool.errors import InvalidArgumentError, MigrationError, MissingDependencyError, PeerUnavailableError
 from kv_pool.migration.calls import Answer, LocalCalls, NodeCalls
-from kv_pool.migration.messages import Message, NodeDescription
+from kv_pool.migration.messages import DescribeNode, Message, NodeDescription
 from kv_pool.migration.peers import Peers
 from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
@@ -89,6 +89,17 @@ class PeerLinks:
         """Ask a node. Raises as `NodeCalls.call` and `find_calls`."""
         return self.find_calls(name).call(message, timeout_s)
 
+    def describe(self, name: str, timeout_s: float) -> NodeDescription:
+        """What a node says of itself. Raises as `call`; PeerUnavailableError if it has another name."""
+        reply = self.call(name, DescribeNode(), timeout_s)
+        if not isinstance(reply, NodeDescription):
+            raise MigrationError(f"node {name!r} has answered DescribeNode with {type(reply).__name__}")
+        if reply.name != name:
+            raise PeerUnavailableError(
+                f"the node where {name!r} should listen is called {reply.name!r}; is the list of peers right?"
+            )
+        return reply
+
     def take_reader(self, source: NodeDescription) -> BlockReader:
         """A reader of this node: one that was left, or a new one over the first way that works.
 
@@ -146,3 +157,20 @@ class PeerLinks:
             calls.close()
         for reader in readers:
             reader.close()
+
+
+class PeerOfPull:
+    """The source of a pull, by its name. See `PullPeer`."""
+
+    def __init__(self, links: PeerLinks, name: str, timeout_s: float) -> None:
+        self._links = links
+        self._name = name
+        self._timeout_s = timeout_s
+        self.take_reader = links.take_reader
+        self.leave_reader = links.leave_reader
+
+    def call(self, message: Message) -> Message:
+        """As `PeerLinks.call`; a node of another name is refused."""
+        if isinstance(message, DescribeNode):
+            return self._links.describe(self._name, self._timeout_s)
+        return self._links.call(self._name, message, self._timeout_s)

@@ -167,7 +167,7 @@ class SourceTransfers:
         return LeaseRenewed(self._lease_s)
 
     def acknowledge(self, message: AcknowledgeTransfer) -> Acknowledged:
-        """The target has the blocks (M3): unpin ours, and give a move's subject up (M4).
+        """The target has the blocks: give the lease back, and a move's subject up (M4).
 
         An acknowledgement of an earlier life of this node is accepted: what it lent went with it.
 
@@ -239,7 +239,7 @@ class SourceTransfers:
                     raise self._make_invalid(transfer_id)
 
     def expire(self) -> None:
-        """Take back what was lent for longer than agreed: blocks are unpinned, subjects stay ours (M4)."""
+        """End leases that are overdue (M4); subjects stay here."""
         with self._site.lock:
             overdue = self._end_overdue()
         for transfer in overdue:

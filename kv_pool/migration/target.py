@@ -5,26 +5,18 @@
     M1  lend    |  --------------- Offer ------------------>  |  take room, lent for writing          M2
                 |  <============== bytes, in batches =======  |  READING
     checksums   |  <-------------- AskChecksums ------------  |  verify
-                |                                             |  INSERTING: the blocks can be hit     M3
+                |                                             |  INSERTING: the blocks can be hit
     M4  give up |  <-------------- AcknowledgeTransfer -----  |  ACKNOWLEDGING
-                |  --------------- Acknowledged ----------->  |  adopt; DONE
+                |  --------------- Acknowledged ----------->  |  adopt; DONE                          M3
 
-What fails before the acknowledgement is sent leaves the source as it was and the target empty (M5); from then
+What fails before the acknowledgement is sent leaves the source as it was and the target empty (M3); from then
 on the source's answer decides.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from kv_pool.errors import (
     InvalidContentError,
@@ -33,93 +25,27 @@ from kv_pool.errors import (
     MigrationInDoubtError,
     PeerUnavailableError,
     StaleTransferError,
-    TransferFailedError,
 )
 from kv_pool.manager.invalid_blocks import evict_wrong_blocks
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration.messages import (
     Acknowledged,
     AcknowledgeTransfer,
-    AskChecksums,
     Cancelled,
     CancelTransfer,
-    Checksums,
     DescribeNode,
     LeaseRenewed,
-    Message,
     NodeDescription,
     Offer,
     PrepareTransfer,
     RenewLease,
 )
-from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.site import Room
+from kv_pool.migration.source_calls import PullPeer, SourceCalls
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
-from kv_pool.migration.transfer_backend import BlockReader
-from kv_pool.storage.checksums import checksum_blocks
-
-_Reply = TypeVar("_Reply", bound=Message)
-_Result = TypeVar("_Result")
-_BATCH_BYTES = 32 * 1024 * 1024
-_BATCH_BLOCKS = 1024
-_TRIES = 3
-"""How often blocks are read, or a request is sent whose repetition is harmless, before it has failed."""
-_PAUSE_S = 0.02
-
-
-class PullPeer(Protocol):
-    """The source, as a pull reaches it."""
-
-    def call(self, message: Message) -> Message:
-        """Ask it. Raises what it answers with, or PeerUnavailableError where it does not answer."""
-
-    def take_reader(self, source: NodeDescription) -> BlockReader:
-        """Connect, or use a connection that was left. Raises PeerUnavailableError, InvalidArgumentError."""
-
-    def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """The reader has nothing under way, and may be used by the next pull."""
-
-
-class Parallel(Protocol):
-    """What runs things beside the caller, such as `Workers`."""
-
-    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Run it soon."""
-
-
-@dataclass(frozen=True)
-class PullSettings:
-    """What all pulls of a node share.
-
-    Attributes:
-        name: the target's.
-        lease_s: for how long room is lent for writing without a sign of life; how long a read may take.
-        clock: seconds, never falling; that of the site's leases.
-        deadline_clock: `time.monotonic`, by which backends take their deadlines.
-        limit: of all migrations to this node together.
-        on_change: called with the pull when it has entered a phase or finished a batch, without any lock.
-        on_unsettled: called with a lease and a reader that may yet write into its blocks.
-    """
-
-    name: str
-    site: PoolSite
-    lease_s: float
-    clock: Callable[[], float]
-    deadline_clock: Callable[[], float]
-    limit: RateLimit
-    parallel: Parallel
-    on_change: Callable[[Pull], object]
-    on_unsettled: Callable[[Lease, BlockReader], object]
-
-
-@dataclass
-class _Batch:
-    """Blocks that are read at once: positions in the offer, ids at both sides."""
-
-    positions: list[int]
-    remote_ids: list[int]
-    local_ids: list[int]
+from kv_pool.migration.verified_reads import VerifiedReads
 
 
 class Pull:
@@ -151,18 +77,13 @@ class Pull:
         self._hold_s = hold_s
         self._settings = settings
         self._site = settings.site
-        self._peer = peer
+        self._calls = SourceCalls(peer)
         self._limit = limit
         self._source: NodeDescription | None = None
         self._offer: Offer | None = None
-        self._reader: BlockReader | None = None
+        self._reads: VerifiedReads | None = None
         self._may_be_lent = False
         self._is_inserted = False
-        # Whether it may still be stopped, and by what it was.
-        self._lock = threading.Lock()
-        self._is_too_late = False
-        self._stopped_by: MigrationError | None = None
-        self._woken = threading.Event()
         # Held by whoever ends it: the thread that asks the source, or somebody who knows that it is gone.
         self._ending = threading.Lock()
 
@@ -170,7 +91,9 @@ class Pull:
 
     def cancel(self) -> bool:
         """Give it up before the acknowledgement is sent. False: it was sent, or the pull has ended."""
-        return self._stop(MigrationCancelledError("the migration was cancelled; its source has the blocks"))
+        return self._calls.stop(
+            MigrationCancelledError("the migration was cancelled; its source has the blocks")
+        )
 
     def renew(self) -> None:
         """Tell the source that the blocks are still needed, and prolong our own lease.
@@ -183,9 +106,9 @@ class Pull:
             if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
                 self.lease.extend(self._settings.clock() + self._settings.lease_s)
         try:
-            self._call(RenewLease(self.transfer_id), LeaseRenewed)
+            self._calls.call(RenewLease(self.transfer_id), LeaseRenewed)
         except StaleTransferError as error:
-            self._stop(error)
+            self._calls.stop(error)
         except MigrationError:
             return
 
@@ -238,17 +161,17 @@ class Pull:
             self._acknowledge()
 
     def _prepare(self) -> None:
-        """M1: the source lends its blocks. Whoever means something else by them is not even asked."""
+        """M1: check layout compatibility, then ask the source to lend its blocks."""
         self._enter(MigrationPhase.PREPARING)
-        self._source = source = self._repeat(DescribeNode(), NodeDescription)
+        self._source = source = self._calls.repeat(DescribeNode(), NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
-        self._reader = self._peer.take_reader(source)
-        self._check_wanted()
+        self._reads = VerifiedReads(self._settings, self._calls, source, self.record, self._limit)
+        self._calls.check_wanted()
         self._may_be_lent = True
         request = PrepareTransfer(
             self.transfer_id, self.subject, self.is_move, self._site.layout, self._settings.name
         )
-        offer = self._repeat(request, Offer)
+        offer = self._calls.repeat(request, Offer)
         if offer.epoch != source.epoch:
             raise PeerUnavailableError(f"node {source.name!r} was restarted while it was asked; try again")
         self._offer = offer
@@ -277,23 +200,14 @@ class Pull:
     def _read(self) -> None:
         """M2: the missing bytes; those that are not as they were sent are read again."""
         self._enter(MigrationPhase.READING)
-        positions = self._get_room().missing
-        for _ in range(_TRIES):
-            positions = self._read_once(positions)
-            if not positions:
-                return
-        raise TransferFailedError(
-            f"{len(positions)} blocks of node {self._get_source().name!r} were read {_TRIES} times, and were "
-            "never what their checksums say. Does somebody write to them, or is the network broken?"
-        )
+        room = self._get_room()
+        self._get_reads().read(self._get_offer().blocks, room.blocks, room.missing)
 
     def _insert(self) -> None:
-        """M3: from here on the blocks can be hit, whatever becomes of the rest."""
+        """End M2: from here on the blocks can be hit, whatever becomes of the rest."""
         self._enter(MigrationPhase.INSERTING)
-        self._check_wanted()
-        if self._reader is not None:
-            self._peer.leave_reader(self._get_source(), self._reader)
-            self._reader = None
+        self._calls.check_wanted()
+        self._get_reads().leave()
         with self._site.lock:
             room = self._get_room()
             # A block that can be hit is written by nobody; the room's own reference keeps it.
@@ -302,18 +216,15 @@ class Pull:
             self._is_inserted = True
 
     def _enter_acknowledging(self) -> None:
-        with self._lock:
-            if self._stopped_by is not None:
-                raise self._stopped_by
-            self._is_too_late = True
+        self._calls.commit()
         self._enter(MigrationPhase.ACKNOWLEDGING)
 
     def _acknowledge(self) -> None:
-        """M3, M4: a move's subject is ours when the source has answered; a copy is, unless it is wrong."""
+        """M4: a move's subject is ours when the source has answered; a copy is, unless it is wrong."""
         new_ids = [block.block_id for block in self._get_room().blocks]
         message = AcknowledgeTransfer(self.transfer_id, self._get_offer().epoch, new_ids)
         try:
-            (self._call if self.is_move else self._repeat)(message, Acknowledged)
+            (self._calls.call if self.is_move else self._calls.repeat)(message, Acknowledged)
         except Exception as error:
             if self.is_move or isinstance(error, InvalidContentError):
                 if isinstance(error, StaleTransferError):
@@ -349,7 +260,7 @@ class Pull:
             except Exception as error:
                 self._leave(error)
                 return
-            self._settings.on_change(self)
+            self._settings.on_change(self.record)
 
     def _hold(self, room: Room) -> Lease | None:
         """Lend what has arrived to whoever asked for it, so that it stays cached until he uses it. Locked."""
@@ -370,7 +281,7 @@ class Pull:
             self._leave_room(self._get_room(), error)
             self.record.set_error(error)
             self.room, self.status.phase = None, MigrationPhase.FAILED
-        self._settings.on_change(self)
+        self._settings.on_change(self.record)
 
     def _leave_room(self, room: Room, error: Exception) -> None:
         """Drop our references; what was inserted stays cached, unless it is wrong. Locked."""
@@ -393,141 +304,30 @@ class Pull:
             self._enter(MigrationPhase.IN_DOUBT)
 
     def _fail(self, error: Exception) -> None:
-        """M5: nothing is kept, and the source is told."""
-        with self._lock:
-            self._is_too_late = True
-        if self._reader is not None:
-            self._reader.close()
+        """M3: keep nothing, and cancel the transfer at the source."""
+        self._calls.refuse_stop()
+        if self._reads is not None:
+            self._reads.close()
         with self._site.lock:
             room, self.room = self.room, None
             if self._is_inserted and room is not None:
                 self._leave_room(room, error)
             elif room is not None:
-                if self.lease is not None and self._reader is not None and not self._reader.is_settled():
-                    self._settings.on_unsettled(self.lease, self._reader)
+                reader = None if self._reads is None else self._reads.reader
+                if self.lease is not None and reader is not None and not reader.is_settled():
+                    self._settings.on_unsettled(self.lease, reader)
                     self.lease = None
                 self._give_lease_back()
                 self._site.leave(room)
-        self._reader = None
         if self._may_be_lent:
             # Once, and whatever comes of it: without this the source's lease ends by itself.
             with suppress(Exception):
-                self._call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
+                self._calls.call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
         self.record.set_error(error)
         is_wanted = isinstance(error, MigrationCancelledError)
         self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED)
 
-    # ---- reading ---------------------------------------------------------------------------------
-
-    def _read_once(self, positions: Sequence[int]) -> list[int]:
-        """Read these blocks, each batch verified while the next one is read.
-
-        Returns:
-            Positions whose bytes are not those of their checksums.
-        """
-        parallel = self._settings.parallel
-        wrong: list[int] = []
-        verifying: Future[list[int]] | None = None
-        for batch in self._make_batches(positions):
-            asked = parallel.submit(partial(self._ask_checksums, batch))
-            self._read_batch(batch)
-            if verifying is not None:
-                wrong += verifying.result()
-            verifying = parallel.submit(partial(self._verify, batch, asked))
-            self._settings.on_change(self)
-        if verifying is not None:
-            wrong += verifying.result()
-        return wrong
-
-    def _make_batches(self, positions: Sequence[int]) -> Iterator[_Batch]:
-        """In the order of the ids at the source, so that neighbours are one piece."""
-        offered, blocks = self._get_offer().blocks, self._get_room().blocks
-        limits = (self._settings.limit, self._limit)
-        most_bytes = min(limit.count_batch_bytes(_BATCH_BYTES) for limit in limits)
-        size = min(_BATCH_BLOCKS, max(1, most_bytes // self._site.storage.block_bytes))
-        order = sorted(positions, key=lambda position: offered[position].block_id)
-        for start in range(0, len(order), size):
-            some = order[start : start + size]
-            yield _Batch(
-                some,
-                [offered[position].block_id for position in some],
-                [blocks[position].block_id for position in some],
-            )
-
-    def _read_batch(self, batch: _Batch) -> None:
-        """Read it; over another connection where one has failed, unless that one may still write."""
-        num_bytes = len(batch.positions) * self._site.storage.block_bytes
-        wait_s = max(self._settings.limit.take(num_bytes), self._limit.take(num_bytes))
-        if wait_s:
-            self._woken.wait(wait_s)
-        for num_left in reversed(range(_TRIES)):
-            self._check_wanted()
-            if self._reader is None:
-                self._reader = self._peer.take_reader(self._get_source())
-            deadline = self._settings.deadline_clock() + self._settings.lease_s
-            try:
-                count = self._reader.read(self.transfer_id, batch.remote_ids, batch.local_ids, deadline)
-            except TransferFailedError:
-                self._reader.close()
-                if not num_left or not self._reader.is_settled():
-                    raise
-                self._reader = None
-                continue
-            self.status.num_bytes += count.num_bytes
-            self.status.num_descriptors += count.num_descriptors
-            return
-
-    def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
-        reply = self._repeat(AskChecksums(self.transfer_id, batch.positions), Checksums)
-        if len(reply.values) != 8 * len(batch.positions):
-            raise TransferFailedError(
-                f"node {self._get_source().name!r} has sent {len(reply.values)} bytes of checksums for "
-                f"{len(batch.positions)} blocks; each has 8"
-            )
-        return np.frombuffer(reply.values, ">u8").astype(np.uint64)
-
-    def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
-        expected = asked.result()
-        found = checksum_blocks(self._site.storage, batch.local_ids)
-        wrong = np.flatnonzero(found != expected).tolist()
-        self.status.num_done_blocks += len(batch.positions) - len(wrong)
-        return [batch.positions[index] for index in wrong]
-
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _call(self, message: Message, reply_type: type[_Reply]) -> _Reply:
-        reply = self._peer.call(message)
-        if not isinstance(reply, reply_type):
-            raise MigrationError(
-                f"the source has answered {type(message).__name__} with {type(reply).__name__}"
-            )
-        return reply
-
-    def _repeat(self, message: Message, reply_type: type[_Reply]) -> _Reply:
-        """Ask until there is an answer, a few times: a message may be lost, and none of these harms twice."""
-        for num_left in reversed(range(_TRIES)):
-            try:
-                return self._call(message, reply_type)
-            except PeerUnavailableError:
-                self._check_wanted()
-                if not num_left:
-                    raise
-                # For a node that is being restarted, or a connection that was cut and is made anew.
-                self._woken.wait(_PAUSE_S)
-        raise AssertionError("the loop above returns or raises")
-
-    def _stop(self, reason: MigrationError) -> bool:
-        with self._lock:
-            if self._is_too_late:
-                return False
-            if self._stopped_by is None:
-                self._stopped_by = reason
-        self._woken.set()
-        return True
-
-    def _check_wanted(self) -> None:
-        if self._stopped_by is not None:
-            raise self._stopped_by
 
     def _give_lease_back(self) -> None:
         """Locked. In quarantine, after a pause longer than the lease, or not: nothing is under way."""
@@ -537,7 +337,11 @@ class Pull:
 
     def _enter(self, phase: MigrationPhase) -> None:
         self.status.phase = phase
-        self._settings.on_change(self)
+        self._settings.on_change(self.record)
+
+    def _get_reads(self) -> VerifiedReads:
+        assert self._reads is not None
+        return self._reads
 
     def _get_source(self) -> NodeDescription:
         assert self._source is not None

@@ -8,7 +8,7 @@
     X5  the pool tells these tiers, and no others; a block that is pending is one of the pool
     X6  no key is written through twice: it waits for its step, or for its copy
     X7  a plan that is listed as open is open, under its own request's id
-    X8  an open plan's blocks are referenced; those to be read into have this one reference and no key
+    X8  an open plan's blocks are referenced; those to be read into have one reference and no key
     X9  the keys that tiers hold are those of the open plans, as often as these name them
 
 They hold whenever no method is running. `check(read_back)` raises CorruptedPoolError naming the first that

@@ -28,11 +28,12 @@ from kv_pool.migration.messages import (
     PrepareTransfer,
     RenewLease,
 )
+from kv_pool.migration.pull_settings import PullSettings
 from kv_pool.migration.rate_limit import RateLimit
 from kv_pool.migration.source import SourceTransfers, make_epoch
 from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
-from kv_pool.migration.target import Pull, PullSettings
+from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0
