@@ -2,8 +2,8 @@
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.layout import BlockState, PoolLayout
-from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
 from kv_pool.adapter.statistics import PoolStatistics
+from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, SequenceInfo
 
 __all__ = [
     "BlockState",

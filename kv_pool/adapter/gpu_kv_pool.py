@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
+from kv_pool.adapter.allocation import Allocation
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
 from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
-from kv_pool.adapter.placement import Placement
-from kv_pool.adapter.pressure import EvictionPolicy
-from kv_pool.adapter.recovering_lock import RecoveringLock
+from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
 from kv_pool.adapter.statistics import PoolStatistics
-from kv_pool.adapter.victims import Victims
-from kv_pool.contiguous import fragmentation
+from kv_pool.adapter.victims import EvictionPolicy, Victims
+from kv_pool.contiguous import compaction, fragmentation
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
@@ -40,7 +39,6 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
-    Contiguity,
     KVPoolProtocol,
     MigrationResult,
 )
@@ -108,11 +106,12 @@ class GPUKVPool(KVPoolProtocol):
         clock: seconds, for `last_access_time` and the times in results.
 
     Attributes:
-        block_pool: the pool underneath, for its prefix cache and its invariants. Blocks that are taken there
-            are nobody's here, and never move. Calls on it are not locked.
+        block_pool: the pool underneath, for its prefix cache, its holds and its invariants. Blocks that are
+            taken there belong to no sequence; they move as others do unless they are held
+            (`block_pool.hold`). Calls on it are not locked.
         lock: held during each call, reentrant; for whoever needs several calls to be one.
         storage: as given.
-        holdings, placement: of use to what else belongs to the adapter, with the lock held.
+        holdings: of use to what else belongs to the adapter, with the lock held.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -171,8 +170,7 @@ class GPUKVPool(KVPoolProtocol):
             clock=clock,
         )
         self.storage = storage
-        self._may_evict = eviction_policy is not None
-        self._on_evicted = on_evicted
+        self._on_moved = on_moved
         self._migration_hook = migration_hook
         self._clock = clock
         # Reentrant, so that callbacks may look. While an interrupted call is unfinished, `lock` is one that
@@ -180,11 +178,14 @@ class GPUKVPool(KVPoolProtocol):
         self._plain_lock = threading.RLock()
         self._recovering_lock = RecoveringLock(self._plain_lock, self._recover_late)
         self.lock: threading.RLock | RecoveringLock = self._plain_lock
-        self.placement = Placement(self.block_pool, self._copy_moves, on_moved)
+        self._aborting = Aborting(self._abort)
         self._pins = Pins(self.block_pool, total_blocks if max_pinned_blocks is None else max_pinned_blocks)
         self._may_pin_all = max_pinned_blocks is None
         self.holdings = Holdings(self.block_pool, self._pins, clock, device_id)
-        self._victims = Victims(self.holdings, eviction_policy)
+        self._victims = Victims(self.holdings, eviction_policy, on_evicted)
+        self._take = Allocation(
+            self.block_pool, self.holdings, self._victims, self.count_available, self._copy_moves, on_moved
+        ).take
         # Bound here: a short call feels each step in between.
         self._holders = self.holdings.holders
         self._hold = self.holdings.hold
@@ -196,7 +197,6 @@ class GPUKVPool(KVPoolProtocol):
         self._number_allocation = self._allocation_latency.number_call
         self._number_freeing = self._freeing_latency.number_call
         self._num_moved_blocks = 0
-        self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -479,8 +479,8 @@ class GPUKVPool(KVPoolProtocol):
         that may go would not suffice.
         """
         num_blocks = as_int("num_blocks", num_blocks)
-        with self.lock:
-            return self._evict(self._victims.choose(URGENT, None, num_blocks) or [])
+        with self.lock, self._aborting:
+            return self._victims.evict(self._victims.choose(URGENT, None, num_blocks) or [])
 
     def list_victims(
         self, num_blocks: int, priority: int = URGENT, sequence_id: int | None = None
@@ -515,12 +515,8 @@ class GPUKVPool(KVPoolProtocol):
         with self.lock:
             blocks = self.holdings.find_held(block_ids)
             self.holdings.check_not_frozen(blocks)
-            try:
+            with self._aborting:
                 self._pins.pin(blocks)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Take one pin off each block.
@@ -528,13 +524,8 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             InvalidBlockError: no such block, or not pinned so often. Nothing has changed.
         """
-        with self.lock:
-            try:
-                self._pins.unpin(self.holdings.find_held(block_ids))
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
+        with self.lock, self._aborting:
+            self._pins.unpin(self.holdings.find_held(block_ids))
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -626,7 +617,7 @@ class GPUKVPool(KVPoolProtocol):
                 largest_run_loss=fragmentation.get_largest_run_loss(run_lengths),
                 epoch=self.block_pool.epoch,
                 moved_blocks=self._num_moved_blocks,
-                evicted_sequences=self._num_evicted_sequences,
+                evicted_sequences=self._victims.num_evicted,
                 evicted_blocks=self.block_pool.num_evictions,
                 looked_up_blocks=self._num_looked_up_blocks,
                 hit_blocks=self._num_hit_blocks,
@@ -656,9 +647,8 @@ class GPUKVPool(KVPoolProtocol):
 
         Without a goal all blocks in use go to the lowest ids. With one just so many are moved as it takes, of
         the emptiest stretches of `run_length` ids, and most sequences keep the runs that they have.
-        Pinned blocks stay, and so does what is in flight: taken from `block_pool` by somebody else, or waited
-        for there until it is reused. Sequences, references, hashes and the order of eviction are what they
-        were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
+        Pinned, held and watched blocks stay. Sequences, references, hashes and the order of eviction are what
+        they were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
@@ -675,16 +665,27 @@ class GPUKVPool(KVPoolProtocol):
             max_moves = as_int("max_moves", max_moves)
         if goal is not None:
             check_number("goal", goal)
-        with self.lock:
-            try:
-                with self.holdings.hold_in_flight():
-                    if goal is None:
-                        return self.placement.pack(max_moves, max_evictions)
-                    return self.placement.gather(max_moves, max_evictions, self.run_length, goal)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
+        with self.lock, self._aborting:
+            num_moved = self._num_moved_blocks
+            if goal is None:
+                compaction.pack(
+                    self.block_pool,
+                    self._copy_moves,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                    on_moved=self._on_moved,
+                )
+            else:
+                compaction.gather(
+                    self.block_pool,
+                    self._copy_moves,
+                    run_length=self.run_length,
+                    goal=goal,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                    on_moved=self._on_moved,
+                )
+            return self._num_moved_blocks - num_moved
 
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids. O(blocks of the pool).
@@ -699,13 +700,9 @@ class GPUKVPool(KVPoolProtocol):
                     f"the storage has blocks 0 to {self.storage.num_blocks - 1}; with {num_blocks} more the "
                     f"pool would have 1 to {self.total_blocks + num_blocks}"
                 )
-            try:
+            with self._aborting:
                 self.block_pool.grow(num_blocks)
                 self._set_size(len(self.block_pool.blocks) - 1)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
 
     def shrink(self, num_blocks: int) -> None:
         """Give up the `num_blocks` highest ids; blocks in use there move below. O(blocks of the pool).
@@ -716,7 +713,7 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             InvalidArgumentError: negative, or too few blocks would be left: none, or fewer than are reserved.
             OutOfBlocksError: more are in use there than are free below.
-            InvalidBlockError: one of them is pinned, or in flight. In all cases nothing has changed.
+            InvalidBlockError: one of them is pinned, held or watched. In all cases nothing has changed.
             CopyFailedError: nothing has moved; what was next to be evicted may be.
         """
         num_blocks = as_int("num_blocks", num_blocks)
@@ -727,14 +724,9 @@ class GPUKVPool(KVPoolProtocol):
                     f"{num_blocks} of {self.total_blocks} blocks cannot be given up; "
                     f"{max(1, self.reserved_blocks)} are left at least"
                 )
-            try:
-                with self.holdings.hold_in_flight():
-                    self.placement.shrink(num_blocks)
+            with self._aborting:
+                compaction.shrink(self.block_pool, num_blocks, self._copy_moves, on_moved=self._on_moved)
                 self._set_size(num_left)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
@@ -797,11 +789,16 @@ class GPUKVPool(KVPoolProtocol):
 
     # ---- inside, locked --------------------------------------------------------------------------
 
+    def _abort(self, error: BaseException) -> None:
+        """Complete or undo a call that raised; where that is interrupted, the next call does it."""
+        self.lock = self._recovering_lock
+        self._recover(error)
+
     def _recover(self, error: BaseException) -> None:
         """Bring the pool's books in line with its references after a call that raised.
 
         A refusal has changed nothing. A signal handler raises anywhere: references that are in no book yet,
-        or in none any more, are given back. Where that is interrupted, the next call completes it.
+        or in none any more, are given back.
         """
         if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
             self.lock = self._plain_lock
@@ -827,8 +824,7 @@ class GPUKVPool(KVPoolProtocol):
             self._hold(sequence, blocks)
             self.holdings.settle()
         except BaseException as error:
-            self.lock = self._recovering_lock
-            self._recover(error)
+            self._abort(error)
             raise
 
     def _give_back(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
@@ -838,8 +834,7 @@ class GPUKVPool(KVPoolProtocol):
         try:
             self._drop(drops)
         except BaseException as error:
-            self.lock = self._recovering_lock
-            self._recover(error)
+            self._abort(error)
             raise
 
     def _set_size(self, total_blocks: int) -> None:
@@ -932,119 +927,9 @@ class GPUKVPool(KVPoolProtocol):
                 self._pins.pin(taken)
             self.holdings.settle()
         except BaseException as error:
-            self.lock = self._recovering_lock
-            self._recover(error)
+            self._abort(error)
             raise
         return taken
-
-    def _take(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, tried: Sequence[str]
-    ) -> None:
-        """Take the blocks of a request, after making room for them; they are `arriving` then."""
-        num_blocks = request.num_blocks
-        contiguous = request.contiguous
-        placement = self.placement
-        attempts = list(tried)
-        if contiguous == "require" and num_blocks > 1:
-            self._take_required(request, after, attempts)
-            return
-        if num_blocks > self.count_available(request.priority):
-            self._make_room(request, attempts)
-        arriving = self.holdings.arriving
-        if num_blocks > 1 and contiguous != "no":
-            if contiguous != "prefer":
-                raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
-            if placement.take_run(num_blocks, after, contiguous, arriving):
-                return
-            max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
-            if placement.may_move and self._make_run(num_blocks, max_moves, "prefer"):
-                return
-        placement.take_any(num_blocks, after, arriving)
-
-    def _take_required(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, attempts: list[str]
-    ) -> None:
-        """Take a run: one that is there, one that is made, one that is left when sequences have gone."""
-        num_blocks = request.num_blocks
-        placement = self.placement
-        is_enough = num_blocks <= self.count_available(request.priority)
-        if not is_enough and request.max_moves is None and self._may_clear(num_blocks):
-            # Enough blocks are all it takes: the rest moves out of the way.
-            self._make_room(request, attempts)
-            is_enough = True
-        if is_enough:
-            if self._take_run(request, after):
-                return
-            attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
-        self._evict_for_run(request, attempts)
-        if not placement.take_run(num_blocks, after, "require", self.holdings.arriving):
-            self._refuse(request, attempts)  # one search does not look at all of a large pool
-
-    def _take_run(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> bool:
-        """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
-        num_blocks = request.num_blocks
-        placement = self.placement
-        has_kept = self.block_pool.eviction_order.has_kept
-        modes: tuple[Contiguity, ...] = ("prefer", "require") if has_kept else ("require",)
-        for mode in modes:
-            if placement.take_run(num_blocks, after, mode, self.holdings.arriving):
-                return True
-            if self._make_run(num_blocks, request.max_moves, mode):
-                return True
-        return False
-
-    def _make_run(self, num_blocks: int, max_moves: int | None, contiguous: Contiguity) -> bool:
-        with self.holdings.hold_in_flight():
-            return self.placement.make_run(num_blocks, max_moves, contiguous, self.holdings.arriving)
-
-    def _may_clear(self, num_blocks: int) -> bool:
-        with self.holdings.hold_in_flight():
-            return self.placement.may_clear(num_blocks)
-
-    def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
-        """Evict sequences until the request's blocks are there, or refuse it with nothing changed."""
-        num_missing = request.num_blocks - self.count_available(request.priority)
-        if request.num_blocks <= self.total_blocks and self._may_evict:
-            victims = self._victims.choose(request.priority, request.sequence_id, num_missing)
-            if victims is not None:
-                self._evict(victims)
-                return
-            attempts.append("eviction (too little may go)")
-        self._refuse(request, attempts)
-
-    def _evict_for_run(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
-        """Evict the fewest sequences, in the policy's order, that leave a run; or refuse."""
-        if self._may_evict and request.num_blocks <= self.total_blocks:
-            victims = self._victims.choose_for_run(
-                request.priority,
-                request.sequence_id,
-                request.num_blocks,
-                self.count_available(request.priority),
-                self.placement,
-            )
-            if victims is not None:
-                self._evict(victims)
-                return
-            attempts.append("eviction (no run even without all that may go)")
-        self._refuse(request, attempts)
-
-    def _refuse(self, request: BlockAllocationRequest, attempts: Sequence[str]) -> NoReturn:
-        num_free = self.get_free_blocks()
-        kept = f", {self.reserved_blocks} of them reserved" if request.priority == NORMAL else ""
-        run = "a run of " if request.contiguous == "require" else ""
-        raise PoolExhaustedError(
-            f"asked for {run}{request.num_blocks} blocks for sequence {request.sequence_id}, {num_free} are "
-            f"free of {self.total_blocks}{kept if self.reserved_blocks else ''}. Tried: "
-            f"{', '.join(attempts) or 'nothing else'}. Free or evict a sequence, or ask for fewer."
-        )
-
-    def _evict(self, victims: Sequence[Holder]) -> list[int]:
-        for sequence in victims:
-            if self._on_evicted is not None:
-                self._on_evicted(sequence.sequence_id, [block.block_id for block in sequence.blocks])
-            self._give_back([(sequence, block) for block in sequence.blocks])
-            self._num_evicted_sequences += 1
-        return [sequence.sequence_id for sequence in victims]
 
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self.storage is not None:

@@ -1,7 +1,6 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which of them may not be touched now."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from kv_pool.adapter.pins import Pins
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -18,7 +17,6 @@ from kv_pool.errors import (
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.protocol import HIGH, NORMAL, URGENT
 
-_IN_FLIGHT = "taken from the block pool directly"
 _RETENTION = {HIGH: 65, URGENT: 95}
 """What the blocks of sequences of high priority are worth, see `RetentionDirective`."""
 
@@ -190,9 +188,6 @@ class Holdings:
         for holder, block in self._drops:
             self._part(holder, block)
         self._drops = ()
-        for hold in self._block_pool.holds.list_holds():
-            if hold.reason == _IN_FLIGHT:
-                hold.release()
 
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Let a sequence hold a block no longer, however much of that is done already."""
@@ -299,18 +294,6 @@ class Holdings:
             for block in blocks:
                 for holder in self.list_holders(block):
                     self.check_usable(holder.sequence_id)
-
-    def hold_in_flight(self) -> AbstractContextManager[object]:
-        """Hold the blocks that were taken from the block pool directly, during a compaction.
-
-        They may be read or written at the ids that they have. O(blocks of the pool) where there are any.
-        """
-        pool = self._block_pool
-        num_in_use = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks
-        if num_in_use == len(self.first_holders):
-            return nullcontext()
-        in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
-        return pool.hold(in_flight, _IN_FLIGHT)
 
 
 def as_sequence_id(name: str, sequence_id: int) -> int:
