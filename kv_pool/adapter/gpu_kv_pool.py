@@ -31,6 +31,7 @@ from kv_pool.errors import (
     UnknownDeviceError,
 )
 from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -442,7 +443,7 @@ class GPUKVPool(KVPoolProtocol):
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
-                self._give_back(self.holdings.find_drops(block_ids, sequence_id))
+                self._give_back(*self.holdings.find_drops(block_ids, sequence_id))
         finally:
             if started_ns:
                 self._freeing_latency.note(perf_counter_ns() - started_ns)
@@ -466,7 +467,8 @@ class GPUKVPool(KVPoolProtocol):
             with self.lock:
                 sequence = self.holdings.find_usable(sequence_id)
                 num_free = self.block_pool.get_num_free_blocks()
-                self._give_back([(sequence, block) for block in sequence.blocks])
+                blocks = list(sequence.blocks)
+                self._give_back(blocks, {sequence: blocks})
                 return self.block_pool.get_num_free_blocks() - num_free
         finally:
             if started_ns:
@@ -597,6 +599,8 @@ class GPUKVPool(KVPoolProtocol):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
+            if self.holdings.retention is not None:
+                self.holdings.retention.expire()
             free_blocks = self.block_pool.get_num_free_blocks()
             used_blocks = self.total_blocks - free_blocks
             ages = self.block_pool.run_index.ages
@@ -633,6 +637,16 @@ class GPUKVPool(KVPoolProtocol):
             joins, holders = read_tables(len(states), tables)
             epoch = self.block_pool.epoch
         return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
+
+    @property
+    def retention(self) -> BlockRetention:
+        """Which cached blocks are reused before or after others, by directives and sessions.
+
+        Its request ids are `str(sequence_id)`, its token positions those of `blocks_of`. Each allocation
+        handles expired timers. Calls on it are not locked: hold `lock`. The first use makes it.
+        """
+        with self.lock:
+            return self.holdings.open_retention()
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -821,18 +835,20 @@ class GPUKVPool(KVPoolProtocol):
             return
         try:
             self.block_pool.touch_onto(blocks, self.holdings.arriving)
+            if self.holdings.retention is not None:
+                self.holdings.retention.note_taken(blocks)
             self._hold(sequence, blocks)
             self.holdings.settle()
         except BaseException as error:
             self._abort(error)
             raise
 
-    def _give_back(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
+    def _give_back(self, blocks: list[KVCacheBlock], by_holder: dict[Holder, list[KVCacheBlock]]) -> None:
         """Take blocks from sequences that hold them, all or none."""
         if self.lock is self._recovering_lock:  # another thread waited for the plain one
             self._recover_late()
         try:
-            self._drop(drops)
+            self._drop(blocks, by_holder)
         except BaseException as error:
             self._abort(error)
             raise
@@ -877,7 +893,7 @@ class GPUKVPool(KVPoolProtocol):
             for request, blocks in reversed(list(zip(requests, done, strict=False))):
                 if request.pinned:
                     self._pins.unpin(blocks)
-                self._give_back([(self._holders[request.sequence_id], block) for block in blocks])
+                self._give_back(blocks, {self._holders[request.sequence_id]: blocks})
             raise
         finally:
             self._victims.together = _NONE
@@ -917,6 +933,8 @@ class GPUKVPool(KVPoolProtocol):
             sequence = self._holders.get(sequence_id)
             after = None if sequence is None else next(reversed(sequence.blocks))
             taken = self.holdings.arriving
+            if self.holdings.retention is not None:
+                self.holdings.retention.expire()
             self._take(request, after, tried)
             if sequence is None:
                 sequence = Holder(sequence_id, request.priority, self._clock())

@@ -123,6 +123,8 @@ class PoolSequences:
 
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         self.pool.touch_onto(blocks, onto)
+        if self._holdings.retention is not None:
+            self._holdings.retention.note_taken(blocks)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
         if not self.pool.take_run_onto(blocks, num_blocks, spares_kept=True):
@@ -149,9 +151,9 @@ class PoolSequences:
             self._holdings.recover()
         holder = self._holdings.holders.get(sequence_id)
         if holder is not None:
-            left = [(holder, block) for row in rows for block in row if block in holder.blocks]
+            left = [block for row in rows for block in row if block in holder.blocks]
             if left:
-                self._holdings.drop(left)
+                self._holdings.drop(left, {holder: left})
 
     def recover(self) -> None:
         if self.pool.run_index.is_stale:

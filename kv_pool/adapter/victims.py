@@ -110,9 +110,9 @@ class Victims:
             return victims
         for holder in self.rank(priority, sequence_id):
             victims.append(holder)
-            for block in holder.blocks:
+            for position, block in enumerate(holder.blocks):
                 left[block] = left.get(block, block.ref_cnt) - 1
-                if left[block] == 0:
+                if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
                     freed_ids.append(block.block_id)
             if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
                 return victims
@@ -123,6 +123,7 @@ class Victims:
         for holder in victims:
             if self._on_evicted is not None:
                 self._on_evicted(holder.sequence_id, [block.block_id for block in holder.blocks])
-            self._holdings.drop([(holder, block) for block in holder.blocks])
+            blocks = list(holder.blocks)
+            self._holdings.drop(blocks, {holder: blocks})
             self.num_evicted += 1
         return [holder.sequence_id for holder in victims]
