@@ -108,6 +108,11 @@ class BlockRetention:
         return self._records.num_blocks > 0 or len(self._directives) > 0 or len(self._sessions.by_id) > 0
 
     @property
+    def holds_blocks(self) -> bool:
+        """Whether pinned blocks are held that no request uses: time and hits change the number of free ones."""
+        return self._placed.held.has_blocks
+
+    @property
     def num_kept(self) -> int:
         """Free blocks with claims in force, pinned ones not included. O(blocks of the pool)."""
         self.expire()
@@ -369,9 +374,8 @@ class BlockRetention:
             raise
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """A request has just taken references to these cached blocks. O(1) unless blocks are pinned."""
-        if self._pins.blocks:
-            self._placed.note_taken(blocks)
+        """Release pins of these blocks, to which a request has just taken references; their claims stay."""
+        self._placed.note_taken(blocks)
 
     def label_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
         """Put the claims of a request's directives on blocks that it is about to free.
