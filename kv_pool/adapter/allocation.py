@@ -1,15 +1,16 @@
 """`Allocation`: takes the blocks of a request, by the cheapest of several ways that serves it."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
-from kv_pool.adapter.holdings import Holdings
+from kv_pool.adapter.holdings import Holdings, as_new_id
 from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_index import EMPTY
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.arguments import as_int
+from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
@@ -210,3 +211,29 @@ class Allocation:
             f"free of {len(self._pool.blocks) - 1}{kept}. Tried: "
             f"{', '.join(attempts) or 'nothing else'}. Free or evict a sequence, or ask for fewer."
         )
+
+
+def check_priority(priority: int) -> None:
+    """Raise InvalidArgumentError for what is no priority."""
+    as_int("priority", priority)
+    if priority not in (0, 1, 2):
+        raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
+
+
+def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
+    """Return the request with ids and counts as ints. Raise for what no pool can serve."""
+    check_type("request", request, BlockAllocationRequest)
+    if (
+        type(request.num_blocks) is int
+        and type(request.sequence_id) is int
+        and request.num_blocks >= 1
+        and request.sequence_id >= 0
+        and request.priority in (0, 1, 2)
+    ):
+        return request
+    num_blocks = as_int("num_blocks", request.num_blocks)
+    sequence_id = as_new_id("sequence_id", request.sequence_id)
+    if num_blocks < 1:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
+    check_priority(request.priority)
+    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)

@@ -1,17 +1,21 @@
-"""`GPUKVPool`: `KVPoolProtocol` over a block pool that knows its runs. Thread-safe."""
+"""`GPUKVPool`: `KVPoolProtocol` over a block pool that knows its runs. Thread-safe.
+
+Over 450 lines because it is the whole surface of the adapter in one class, with its contracts; most of what
+its methods do is in the files beside it.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from kv_pool.adapter.allocation import Allocation
+from kv_pool.adapter.allocation import Allocation, as_request, check_priority
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
 from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
+from kv_pool.adapter.prefixes import cache_prefix
 from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
 from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.adapter.victims import EvictionPolicy, Victims
@@ -19,7 +23,7 @@ from kv_pool.contiguous import compaction, fragmentation
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
@@ -55,18 +59,6 @@ if TYPE_CHECKING:
     from kv_pool.tiers.pool_dump import LoadedPool
 
 _NONE: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """What a pool reads of a request, where hashes are all that is known of it."""
-
-    block_hashes: Sequence[BlockHash]
-    all_token_ids: Sequence[int]
-    lora_request: None = None
-    mm_features: None = None
-    cache_salt: None = None
-    session_id: None = None
 
 
 class GPUKVPool(KVPoolProtocol):
@@ -349,29 +341,7 @@ class GPUKVPool(KVPoolProtocol):
             block_hashes = as_list_of("block_hashes", block_hashes, bytes)
             if token_ids is not None:
                 token_ids = as_ints("token_ids", token_ids)
-            if len(block_hashes) > len(blocks):
-                raise InvalidArgumentError(
-                    f"{len(block_hashes)} hashes for the {len(blocks)} blocks of sequence {sequence_id}"
-                )
-            num_tokens = len(block_hashes) * self.block_size
-            if token_ids is not None and len(token_ids) < num_tokens:
-                raise InvalidArgumentError(
-                    f"{len(token_ids)} token ids for {len(block_hashes)} blocks of {self.block_size} tokens"
-                )
-            num_cached = 0
-            while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
-                num_cached += 1
-            # A block may be cached behind one that is not: one that migrated here, say.
-            is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
-            self.block_pool.cache_full_blocks(
-                _Prefix(block_hashes, token_ids or []),
-                blocks,
-                num_cached,
-                len(block_hashes),
-                self.block_size,
-                0,
-                is_bare,
-            )
+            cache_prefix(self.block_pool, sequence_id, blocks, block_hashes, token_ids)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What became cached and what was evicted since the last call, oldest first; theirs who call.
@@ -903,21 +873,8 @@ class GPUKVPool(KVPoolProtocol):
     def _allocate_locked(
         self, request: BlockAllocationRequest, tried: Sequence[str] = ()
     ) -> list[KVCacheBlock]:
-        try:
-            num_blocks = request.num_blocks
-            sequence_id = request.sequence_id
-        except AttributeError:
-            refuse_type("request", request, "BlockAllocationRequest")
-        if (
-            type(num_blocks) is not int
-            or type(sequence_id) is not int
-            or num_blocks < 1
-            or sequence_id < 0
-            or request.priority not in (0, 1, 2)
-        ):
-            request = as_request(request)
-            num_blocks = request.num_blocks
-            sequence_id = request.sequence_id
+        request = as_request(request)
+        sequence_id = request.sequence_id
         if self.holdings.barred:
             self.holdings.check_usable(sequence_id)
         device_id = request.device_id
@@ -926,7 +883,7 @@ class GPUKVPool(KVPoolProtocol):
                 f"this pool is device {self.device_id}; ask the pool of device {device_id!r}, or migrate"
             )
         if request.pinned:
-            self._pins.check_room(num_blocks)
+            self._pins.check_room(request.num_blocks)
         if self.lock is self._recovering_lock:  # another thread waited for the plain one
             self._recover_late()
         try:
@@ -959,29 +916,3 @@ class GPUKVPool(KVPoolProtocol):
 def is_run(block_ids: Sequence[int]) -> bool:
     """Are these consecutive, lowest first? One is, none are not."""
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
-
-
-def check_priority(priority: int) -> None:
-    """Raise InvalidArgumentError for what is no priority."""
-    as_int("priority", priority)
-    if priority not in (0, 1, 2):
-        raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
-
-
-def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
-    """Return the request with ids and counts as ints. Raise for what no pool can serve."""
-    check_type("request", request, BlockAllocationRequest)
-    if (
-        type(request.num_blocks) is int
-        and type(request.sequence_id) is int
-        and request.num_blocks >= 1
-        and request.sequence_id >= 0
-        and request.priority in (0, 1, 2)
-    ):
-        return request
-    num_blocks = as_int("num_blocks", request.num_blocks)
-    sequence_id = as_new_id("sequence_id", request.sequence_id)
-    if num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
-    check_priority(request.priority)
-    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)
