@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from kv_pool.adapter.pins import Pins
+from kv_pool.contiguous.compaction import hold_in_flight, release_in_flight
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
@@ -18,7 +19,6 @@ from kv_pool.errors import (
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.protocol import HIGH, NORMAL, URGENT
 
-_IN_FLIGHT = "taken from the block pool directly"
 _RETENTION = {HIGH: 65, URGENT: 95}
 """What the blocks of sequences of high priority are worth, see `RetentionDirective`."""
 
@@ -190,9 +190,7 @@ class Holdings:
         for holder, block in self._drops:
             self._part(holder, block)
         self._drops = ()
-        for hold in self._block_pool.holds.list_holds():
-            if hold.reason == _IN_FLIGHT:
-                hold.release()
+        release_in_flight(self._block_pool)
 
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Let a sequence hold a block no longer, however much of that is done already."""
@@ -309,8 +307,7 @@ class Holdings:
         num_in_use = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks
         if num_in_use == len(self.first_holders):
             return nullcontext()
-        in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
-        return pool.hold(in_flight, _IN_FLIGHT)
+        return hold_in_flight(pool, self.first_holders)
 
 
 def as_sequence_id(name: str, sequence_id: int) -> int:

@@ -1,6 +1,7 @@
 """Moving blocks to other ids: bytes by a callable that is passed in, identities here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ CopyBlocks = Callable[[Sequence[BlockMove]], object]
 """Copies each source's bytes over its target's, or queues that; raises where it could not."""
 
 _MAX_ROUNDS = 64
+_IN_FLIGHT = "taken from the block pool directly"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,23 @@ class Relocation:
             pairs = np.fromiter(chain.from_iterable(self.moves), np.int32, 2 * len(self.moves))
             remap[pairs[::2]] = pairs[1::2]
         return remap
+
+
+def hold_in_flight(pool: RunBlockPool, known: Container[KVCacheBlock]) -> AbstractContextManager[object]:
+    """Hold the blocks in use that are not `known`, during a compaction. O(blocks of the pool).
+
+    Callers took them from the block pool directly, and may read or write them at the ids that they have.
+    """
+    release_in_flight(pool)
+    in_flight = [block for block in pool.blocks if block.ref_cnt and block not in known]
+    return pool.hold(in_flight, _IN_FLIGHT) if in_flight else nullcontext()
+
+
+def release_in_flight(pool: RunBlockPool) -> None:
+    """Release the holds of `hold_in_flight` that an interrupted compaction has left. O(holds)."""
+    for hold in pool.holds.list_holds():
+        if hold.reason == _IN_FLIGHT:
+            hold.release()
 
 
 def apply_moves(

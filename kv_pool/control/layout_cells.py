@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_pool.adapter.layout import BlockState, PoolLayout
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.reports import BlockState, PoolLayout
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.integer[Any]]
