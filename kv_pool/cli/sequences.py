@@ -41,19 +41,22 @@ def sequences(
 
 
 def _print_sequences(found: SequenceList) -> None:
+    listed = found.sequences
+    columns = {
+        "sequence": [str(one.sequence_id) for one in listed],
+        "blocks": [f"{one.num_blocks:,}" for one in listed],
+        "held in place": [f"{one.num_fixed_blocks:,}" if one.num_fixed_blocks else "" for one in listed],
+        "tokens": ["" if one.num_tokens is None else f"{one.num_tokens:,}" for one in listed],
+        "priority": ["" if one.priority is None else str(one.priority) for one in listed],
+        "last used": ["" if one.idle_s is None else f"{one.idle_s:.1f} s ago" for one in listed],
+        "": ["migrates" if one.is_migrating else "" for one in listed],
+    }
+    known = {title: cells for title, cells in columns.items() if any(cells)} or columns
     table = Table(box=box.SIMPLE)
-    for title in ("sequence", "blocks", "held in place", "tokens", "priority", "last used", ""):
+    for title in known:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for sequence in found.sequences:
-        table.add_row(
-            make_cell(str(sequence.sequence_id)),
-            f"{sequence.num_blocks:,}",
-            f"{sequence.num_fixed_blocks:,}",
-            "" if sequence.num_tokens is None else f"{sequence.num_tokens:,}",
-            "" if sequence.priority is None else str(sequence.priority),
-            "" if sequence.idle_s is None else f"{sequence.idle_s:.1f} s ago",
-            "migrates" if sequence.is_migrating else "",
-        )
+    for row in zip(*known.values(), strict=True):
+        table.add_row(*map(make_cell, row))
     print_table(table)
 
 

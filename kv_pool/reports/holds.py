@@ -43,13 +43,15 @@ class HoldList(msgspec.Struct, frozen=True):
 
 
 def list_holds(pool: BlockPoolCore) -> HoldList:
-    """Return all open holds of a pool. O(held blocks)."""
+    """Return the open holds of a pool that have blocks. O(held blocks)."""
     book = pool.holds
     now = book.clock()
     summaries = []
     num_watched = len(book.list_fixed_ids())
     for hold in book.list_holds():
         blocks = hold.blocks
+        if not blocks:
+            continue
         if not hold.is_movable:
             num_watched -= len(blocks)
         summaries.append(
