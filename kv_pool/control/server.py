@@ -57,6 +57,8 @@ class ControlServer:
         path: of the socket; None for `socket_path.get_default_path()`, with the node's name in it if there is
             a node.
         node: the pool as a node, for `kv-pool migrate` and `peers`; it runs. None: the pool is none.
+        node_name: for the default path, where the pool is no node.
+        why_no_node: completes the refusal of `kv-pool migrate` where the pool is no node.
         tiers: says what `kv-pool tiers` shows, such as `LiveTiers.get_report`; None: the pool has no tiers.
         guard: entered around each command that is about the pool. A lock that the engine holds during its
             step, where a compaction must not come between its reading block ids and its using them.
@@ -79,13 +81,16 @@ class ControlServer:
         path: str | Path | None = None,
         *,
         node: "LiveNode | None" = None,
+        node_name: str | None = None,
+        why_no_node: str = "start it with kv-pool serve --name, or give ControlServer a LiveNode",
         tiers: Callable[[], TierList] | None = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
     ) -> None:
         self.pool = pool
-        self.path = resolve_path(path, None if node is None else node.migrator.name)
+        self.path = resolve_path(path, node_name if node is None else node.migrator.name)
+        self._why_no_node = why_no_node
         self._node = node
         self._tiers = tiers
         self._guard = nullcontext() if guard is None else guard
@@ -144,7 +149,8 @@ class ControlServer:
             return
         self._remove_socket()
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # in which the last reference to a pool may end
+            self._thread.join()
         self._thread = None
 
     # ---- the socket ------------------------------------------------------------------------------
@@ -280,7 +286,7 @@ class ControlServer:
         node = self._node
         if node is None:
             raise ControlError(
-                f"the pool at {self.path} is no node, so nothing migrates: start it with kv-pool serve --name"
+                f"the pool at {self.path} is no node, so nothing migrates: {self._why_no_node}"
             )
         match command:
             case MigrateCommand():
