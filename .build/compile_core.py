@@ -57,6 +57,7 @@ MANAGER = (
     "retention/directive",
     "retention/pins",
     "retention/placed_claims",
+    "retention/request_directives",
     "retention/segments",
     "retention/sessions",
     "slot_needs",

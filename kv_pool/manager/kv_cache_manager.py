@@ -151,7 +151,7 @@ class KVCacheManager:
 
     def get_num_free_blocks(self) -> int:
         """Free blocks of the pool, those included that a retention keeps longer than others."""
-        if self.retention is not None:
+        if self.retention is not None and self.retention.holds_blocks:
             self.retention.expire()  # pins may end
         return self.block_pool.free_block_queue.num_free_blocks
 
@@ -400,6 +400,8 @@ class KVCacheManager:
         is_new = tables is None
         if not (is_new or need or num_to_cache or self._has_forks):
             return self._no_blocks
+        if self.retention is not None:
+            self.retention.expire()  # which blocks are hit or taken next depends on the time
         if tables is None:
             tables = [BlockTable() for _ in self._groups]
         else:
@@ -735,7 +737,7 @@ class KVCacheManager:
                 table.blocks.extend([self.block_pool.null_block] * num_skipped)
                 table.num_null_blocks = num_skipped
             self.block_pool.touch_onto(used, table.blocks)
-            if self.retention is not None:
+            if self.retention is not None and self.retention.holds_blocks:
                 self.retention.note_taken(used)
             table.num_cached_blocks = len(table.blocks)
             table.num_settled_cached = table.num_cached_blocks
