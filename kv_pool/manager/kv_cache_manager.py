@@ -285,7 +285,8 @@ class KVCacheManager(RequestTables):
         num_available = self.get_num_free_blocks()
         num_left = self.watermark_blocks if tables is None and self._tables else 0
         if full_sequence_must_fit:
-            if self._needs.count_full_sequence(step, request.num_tokens) > num_available - num_left:
+            need = self._needs.count_full_sequence(step, request.num_tokens)
+            if need > num_available - num_left:
                 return None
         if self._forgets and tables is not None:
             try:
