@@ -59,7 +59,18 @@ def read_step(
             raise InvalidArgumentError(
                 f"request {request.request_id!r} has blocks already; external tokens come before all"
             )
-        check_computed(state, request, tables, num_computed)
+        for group in state._groups:
+            if group.is_cacheable:
+                table = tables[group.group_id]
+                num_held = len(table.blocks)
+                if not 0 <= num_computed <= num_held * group.block_size:
+                    raise_uncomputed(state, request, num_computed, num_held, group.block_size)
+                if num_computed < table.num_null_blocks * group.block_size:
+                    raise InvalidArgumentError(
+                        f"request {request.request_id!r} says {num_computed} tokens are computed; its first "
+                        f"{table.num_null_blocks * group.block_size} have left the window of group "
+                        f"{group.group_id} and have no blocks any more. Free it and admit it again"
+                    )
     elif num_computed:
         raise_uncomputed(state, request, num_computed, 0, state.block_size)
     num_before = num_computed + num_prefix + num_external_computed_tokens
@@ -78,24 +89,6 @@ def read_step(
         num_tokens,
         num_encoder_tokens,
     )
-
-
-def check_computed(
-    state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], num_computed: int
-) -> None:
-    """Raise InvalidArgumentError unless the tables have blocks of so many tokens."""
-    for group in state._groups:
-        if group.is_cacheable:
-            table = tables[group.group_id]
-            num_held = len(table.blocks)
-            if not 0 <= num_computed <= num_held * group.block_size:
-                raise_uncomputed(state, request, num_computed, num_held, group.block_size)
-            if num_computed < table.num_null_blocks * group.block_size:
-                raise InvalidArgumentError(
-                    f"request {request.request_id!r} says {num_computed} tokens are computed; its first "
-                    f"{table.num_null_blocks * group.block_size} have left the window of group "
-                    f"{group.group_id} and have no blocks any more. Free it and admit it again"
-                )
 
 
 def raise_uncomputed(
