@@ -63,6 +63,7 @@ MANAGER = (
     "retention/directive",
     "retention/pins",
     "retention/placed_claims",
+    "retention/request_directives",
     "retention/segments",
     "retention/sessions",
     "slot_needs",

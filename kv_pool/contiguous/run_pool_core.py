@@ -353,7 +353,7 @@ class RunPoolCore(BlockPoolCore):
             self.run_index.is_stale = False
             return  # a refusal, with nothing changed
         self.rebuild_index()
-        if self._placement is not None:
+        if self._placement is not None and not isinstance(error, KVPoolError):
             self._placement.recover()
 
     # ---- other ids, other sizes ------------------------------------------------------------------

@@ -94,6 +94,11 @@ class Hold(Ending):
         """Whether the hold has no references any more: it was released, or has expired."""
         return self not in self._book._open
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the hold has any reference."""
+        return len(self._blocks) > 0
+
     def contains(self, block: KVCacheBlock) -> bool:
         """Return True if the hold has a reference to the block. O(1)."""
         return block in self._blocks

@@ -23,7 +23,7 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
             table.blocks.extend([pool.null_block] * num_skipped)
             table.num_null_blocks = num_skipped
         pool.touch_onto(used, table.blocks)
-        if state.retention is not None:
+        if state.retention is not None and state.retention.holds_blocks:
             state.retention.note_taken(used)
         table.num_cached_blocks = len(table.blocks)
         table.num_settled_cached = table.num_cached_blocks

@@ -115,7 +115,7 @@ class KVCacheManager(RequestTables):
 
     def get_num_free_blocks(self) -> int:
         """Free blocks of the pool, those included that a retention keeps longer than others."""
-        if self.retention is not None:
+        if self.retention is not None and self.retention.holds_blocks:
             self.retention.expire()  # pins may end
         return self.block_pool.free_block_queue.num_free_blocks
 
@@ -303,6 +303,8 @@ class KVCacheManager(RequestTables):
         is_new = tables is None
         if not (is_new or need or num_to_cache or self._has_forks):
             return self._no_blocks
+        if self.retention is not None:
+            self.retention.expire()  # which blocks are hit or taken next depends on the time
         if tables is None:
             tables = [BlockTable() for _ in self._groups]
         else:

@@ -51,7 +51,6 @@ class Lease:
     Attributes:
         lease_id: never used again.
         blocks: what was lent, in the order of the call.
-        deadline: a time of the leases' clock.
         holder: the transfer, in words; for messages and lists.
         hold: has the references, and keeps the blocks at their ids.
     """
@@ -70,9 +69,14 @@ class Lease:
         self.lease_id = lease_id
         self.kind = kind
         self.blocks = blocks
-        self.deadline = deadline
         self.holder = holder
         self.hold = hold
+        self._last_deadline = deadline
+
+    @property
+    def deadline(self) -> float:
+        """A time of the leases' clock; once it has passed, the last that there was."""
+        return self._last_deadline if self.hold.until is None else self.hold.until
 
     @property
     def state(self) -> LeaseState:
@@ -135,6 +139,9 @@ class BlockLeases:
         self._reported: set[Hold] = set()
         self._num_overdue = 0  # holds of the pool whose expiry has been looked at
         self._last_id = 0
+        # A call was interrupted, and `_rebuild` has not completed it; the holds that it was opening.
+        self._is_unfinished = False
+        self._opening: list[Hold] = []
 
     def __repr__(self) -> str:
         return f"<BlockLeases: {len(self._leases)} leases of {self.num_lent_blocks} blocks>"
@@ -176,12 +183,13 @@ class BlockLeases:
             )
         if len(set(listed)) != len(listed):
             raise InvalidBlockError(f"{holder} asks for a block twice in one lease")
-        if self._book.num_overdue != self._num_overdue:
+        if self._is_unfinished or self._book.num_overdue != self._num_overdue:
             self._rebuild()  # leases may have expired that are not reported yet
         for block in listed:
             self._check_block(block, holder, kind)
         is_written = kind is LeaseKind.WRITE
         holds: list[Hold] = []
+        self._opening = holds
         try:
             reason = f"lent to {holder} ({kind.value})"
             hold = self._book.open(listed, reason, False, deadline, is_written, holds)
@@ -193,9 +201,7 @@ class BlockLeases:
                 self._written.update(dict.fromkeys(listed, lease))
             self._leases[hold] = lease  # no call behind this
         except BaseException:
-            for hold in holds:
-                if hold not in self._leases and not hold.is_released:
-                    hold.release()
+            self._is_unfinished = True
             self._rebuild()
             raise
         return lease
@@ -214,6 +220,7 @@ class BlockLeases:
             lease.hold.release()
             self._remove(lease)
         except BaseException:
+            self._is_unfinished = True
             self._rebuild()
             raise
 
@@ -235,7 +242,7 @@ class BlockLeases:
         if not deadline > now:
             raise InvalidArgumentError(f"{lease!r} cannot be extended to {deadline}: it is {now} now")
         lease.hold.extend(deadline)
-        lease.deadline = deadline
+        lease._last_deadline = deadline
 
     def expire(self) -> list[Lease]:
         """End what is overdue: leases to read are over, leases to write are quarantined.
@@ -244,6 +251,8 @@ class BlockLeases:
             Those leases, earliest deadline first; each is reported once. Call it in every step; O(1) if
             nothing is overdue.
         """
+        if self._is_unfinished:
+            self._rebuild()
         self._book.expire()
         if self._book.num_overdue == self._num_overdue:
             return []
@@ -302,6 +311,8 @@ class BlockLeases:
 
     def _check_live(self, lease: Lease) -> None:
         check_type("lease", lease, Lease)
+        if self._is_unfinished:
+            self._rebuild()
         if lease.leases is not self or lease.hold.is_released:
             raise StaleLeaseError(
                 f"{lease!r} is {'not of these leases' if lease.leases is not self else 'over'}; its blocks "
@@ -324,6 +335,10 @@ class BlockLeases:
 
     def _rebuild(self) -> None:
         """Derive what is remembered from the holds, after a call that was interrupted."""
+        for hold in self._opening:
+            if hold not in self._leases and not hold.is_released:
+                hold.release()
+        self._opening = []
         live = {hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.RELEASED}
         self._leases = live
         listed = self.list_leases()
@@ -331,3 +346,4 @@ class BlockLeases:
         self._written = {
             block: lease for lease in listed if lease.kind is LeaseKind.WRITE for block in lease.blocks
         }
+        self._is_unfinished = False

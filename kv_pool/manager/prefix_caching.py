@@ -81,14 +81,22 @@ class PrefixCaching:
             InvalidArgumentError: `cache` would. For a request without blocks also if it has not a hash for
                 each full block of its known tokens.
         """
+        tables = step.tables
+        if tables is not None:
+            for group in self._groups:
+                if group.is_cacheable:
+                    num_cached = tables[group.group_id].num_cached_blocks
+                    if step.num_scheduled >= (num_cached + 1) * group.block_size:
+                        break
+            else:
+                return 0  # most decode steps: they end in the block in which they began
         num_known = request.num_tokens
         num_tokens = min(step.num_scheduled, num_known)
-        tables = step.tables
         fills_blocks = self.check(request, tables, step.num_prefix, num_tokens, num_known)
         if tables is None:
             self.check_new_hashes(request, num_known)
         elif not fills_blocks:
-            return 0  # most decode steps: they end in the block in which they began
+            return 0
         return num_tokens
 
     def check(

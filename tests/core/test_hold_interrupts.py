@@ -49,8 +49,8 @@ class Bench:
         pool.get_new_blocks(0)  # the index of a pool with runs may be stale
         check_pool(pool)
         new = [hold for hold in pool.holds.list_holds() if hold not in self.known]
-        # Between the return of compiled code and its caller is a moment at which a result is lost; `open_onto`
-        # is for callers that must not lose it.
+        # Between the return of compiled code and its caller is a moment at which a result is lost;
+        # `open_onto` is for callers that must not lose it.
         assert not new or (COMPILED and [(hold.reason, len(hold.blocks)) for hold in new] in RESULTS)
         self.known += new
         references = Counter(self.table)

@@ -80,14 +80,6 @@ class RandomSwaps:
         else:
             scheduler.running.append(sequence)
 
-    def list_held(self):
-        return [
-            block
-            for plan in self.plans.values()
-            for block in plan.list_blocks(self.swapper._device)
-            if not block.is_null
-        ]
-
     def check(self):
         swap_invariants.check(self.swapper)
         assert self.swapper.list_swapped_out() == [one.name for one in self.swapped]
@@ -143,9 +135,6 @@ class RandomRetention:
             pin=rng.random() < 0.15,
         )
 
-    def list_held(self):
-        return []  # they are held
-
     def check(self):
         check_retention(self.retention)
         self.scheduler.done["kept"] += bool(self.retention.num_kept)
@@ -184,9 +173,6 @@ class RandomLeases:
             if rng.random() < 0.3:
                 del self.content[lease.lease_id]
                 lease.give_back()
-
-    def list_held(self):
-        return []  # the book of holds has them
 
     def check(self):
         """What is lent is not written."""

@@ -167,11 +167,9 @@ class RandomScheduler:
         if rng.random() < 0.03:
             self.manager.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
         if rng.random() < (0.01 if self.running or self.loading else 0.2):
-            is_idle = not self.manager.list_request_ids() and not any(
-                companion.list_held()
-                for companion in self.companions
-                if not isinstance(companion, RandomRetention)
-            )
+            others = self.pool.holds.count_by_reason()
+            others.pop("pinned by a directive", None)  # a reset ends pins
+            is_idle = not self.manager.list_request_ids() and not any(others.values())
             assert self.manager.reset_prefix_cache() == is_idle
             self.done["reset"] += is_idle
 
@@ -322,7 +320,7 @@ class RandomScheduler:
             if self.last_status is AllocStatus.NEVER:
                 self.waiting.remove(sequence)
                 self.done["too large"] += 1
-            elif not (self.running or self.loading or any(one.list_held() for one in self.companions)):
+            elif not (self.running or self.loading or any(self.pool.holds.count_by_reason().values())):
                 raise AssertionError(f"{sequence.name} waits for blocks that nobody holds")
             self.done["refusals"] += 1
             return
@@ -494,8 +492,7 @@ class RandomScheduler:
     # ---- checking --------------------------------------------------------------------------------
 
     def _check(self):
-        held = [block for companion in self.companions for block in companion.list_held()]
-        check_manager(self.manager, [one.request for one in [*self.running, *self.loading]], held)
+        check_manager(self.manager, [one.request for one in [*self.running, *self.loading]])
         for companion in self.companions:
             companion.check()
         for sequence in self.running:

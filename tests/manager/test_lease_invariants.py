@@ -4,6 +4,7 @@ import pytest
 from drawing import make_pool
 
 from kv_pool import BlockLeases, CorruptedPoolError, LeaseKind
+from kv_pool.core.deadlines import NEVER
 from kv_pool.manager.invariants import check_leases
 
 
@@ -42,8 +43,8 @@ def quarantine_a_reader(leases, read, written, quarantined):
     quarantined.kind = LeaseKind.READ
 
 
-def end_later_than_the_hold(leases, read, written, quarantined):
-    read.deadline += 1.0
+def hold_for_ever(leases, read, written, quarantined):
+    read.hold.changes_at = NEVER
 
 
 def lose_the_deadlines(leases, read, written, quarantined):
@@ -72,7 +73,7 @@ def forget_who_writes(leases, read, written, quarantined):
         (list_a_lease_under_the_hold_of_another, "L1"),
         (count_a_block_twice, "L1"),
         (quarantine_a_reader, "L2"),
-        (end_later_than_the_hold, "L2"),
+        (hold_for_ever, "L2"),
         (lose_the_deadlines, "L2"),
         (hash_a_block_that_is_written, "L3"),
         (read_a_block_that_is_written, "L3"),

@@ -14,12 +14,13 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
-from kv_pool.manager.retention.claim import NO_CLAIMS, PINNED, Claim, add_claim, is_pin
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim, is_pin
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.pins import Pins
 from kv_pool.manager.retention.placed_claims import PlacedClaims
-from kv_pool.manager.retention.segments import cut_into_segments
+from kv_pool.manager.retention.request_directives import RequestDirectives
+from kv_pool.manager.retention.segments import find_cached
 from kv_pool.manager.retention.sessions import Session, Sessions
 
 
@@ -80,15 +81,12 @@ class BlockRetention:
             )
         self.block_pool: BlockPoolCore = block_pool
         self._clock: Callable[[], float] = clock
-        self._block_sizes: tuple[int, ...] = (block_pool.hash_block_size,)
-        # Per request that holds blocks or waits: (start, end, claim).
-        self._directives: dict[str, list[tuple[int, int | None, Claim]]] = {}
         self._sessions: Sessions = Sessions(max_sessions)
-        self._claims: dict[tuple[int, float], Claim] = {}
         self._placed: PlacedClaims = PlacedClaims(block_pool, clock, max_pinned_blocks)
         self._records: ClaimRecords = self._placed.records
         self._deadlines: Deadlines = self._placed.deadlines
         self._pins: Pins = self._placed.pins
+        self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size, self._pins)
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
@@ -105,7 +103,16 @@ class BlockRetention:
     @property
     def is_active(self) -> bool:
         """Whether there are claims, directives or sessions."""
-        return self._records.num_blocks > 0 or len(self._directives) > 0 or len(self._sessions.by_id) > 0
+        return (
+            self._records.num_blocks > 0
+            or len(self._directives.by_request) > 0
+            or len(self._sessions.by_id) > 0
+        )
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether pinned blocks are held: time and hits change the number of free ones."""
+        return self._placed.held.has_blocks
 
     @property
     def num_kept(self) -> int:
@@ -162,26 +169,12 @@ class BlockRetention:
             refuse_type("request_id", request_id, "str")
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self.expire()
-        ranges: list[tuple[int, int | None, Claim]] = []
-        pins: set[tuple[int, int]] = set()
-        for directive in listed:
-            if directive.is_none:
-                continue
-            ranges.append((directive.start, directive.end, self._make_claim(directive)))
-            if directive.pin and directive.end is not None:
-                for group_id, block_size in enumerate(self._block_sizes):
-                    if block_size == 0:
-                        continue
-                    end = -(-directive.end // block_size)
-                    pins.update((group_id, index) for index in range(directive.start // block_size, end))
+        ranges, pins = self._directives.read(listed)
         if pins:
             self._check_pins(len(pins), self._pins.count_promised(request_id))
         self.forget_request(request_id)
         try:
-            if pins:
-                self._pins.promise(request_id, pins)
-            if ranges:
-                self._directives[request_id] = ranges
+            self._directives.set(request_id, ranges, pins)
         except BaseException:
             self._recover()
             raise
@@ -204,11 +197,11 @@ class BlockRetention:
         get_request_id("request", request)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self.expire()
-        ranges = [(one.start, one.end, self._make_claim(one), one.is_none) for one in listed]
+        ranges = [(one.start, one.end, self._directives.make_claim(one), one.is_none) for one in listed]
         changes: dict[KVCacheBlock, tuple[Claim, ...]] = {}
-        for group_id, block_size in enumerate(self._block_sizes):
+        for group_id, block_size in enumerate(self._directives.block_sizes):
             for start, end, claim, is_none in ranges:
-                for block in self._find_cached(request, group_id, block_size, start, end):
+                for block in find_cached(self.block_pool, request, group_id, block_size, start, end):
                     claims = changes.get(block)
                     if claims is None:
                         claims = tuple(old for old in self._records.get_claims(block) if old.is_session)
@@ -249,8 +242,8 @@ class BlockRetention:
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidArgumentError(f"the priority is {priority}; it goes from 0 to {MAX_PRIORITY}")
         blocks: list[KVCacheBlock] = []
-        for group_id, block_size in enumerate(self._block_sizes):
-            blocks += self._find_cached(request, group_id, block_size, 0, None)
+        for group_id, block_size in enumerate(self._directives.block_sizes):
+            blocks += find_cached(self.block_pool, request, group_id, block_size, 0, None)
         if self.block_pool.cached_block_hashes_by_block:  # one may be found under several keys
             blocks = list(dict.fromkeys(blocks))
         session = Session(session_id, until, priority, blocks)
@@ -325,9 +318,12 @@ class BlockRetention:
 
         A block that has a higher priority already keeps it. O(len(blocks)).
         """
-        claim = self._make_claim(RetentionDirective(priority=priority))
+        blocks = as_list_of("blocks", blocks, KVCacheBlock)
+        if not isinstance(priority, int):
+            priority = as_int("priority", priority)
+        claim = self._directives.make_claim(RetentionDirective(priority=priority))
         try:
-            self._add_claims(blocks, claim.alone)
+            self._placed.add(blocks, claim.alone)
         except BaseException:
             self._recover()
             raise
@@ -339,7 +335,7 @@ class BlockRetention:
 
         Called once, before there are directives.
         """
-        self._block_sizes = tuple(block_sizes)
+        self._directives.block_sizes = tuple(block_sizes)
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""
@@ -369,9 +365,8 @@ class BlockRetention:
             raise
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """A request has just taken references to these cached blocks. O(1) unless blocks are pinned."""
-        if self._pins.blocks:
-            self._placed.note_taken(blocks)
+        """Release pins of these blocks, to which a request has just taken references; their claims stay."""
+        self._placed.note_taken(blocks)
 
     def label_table(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
         """Put the claims of a request's directives on blocks that it is about to free.
@@ -380,15 +375,13 @@ class BlockRetention:
             first: the place of the first block in the request's table.
             blocks: listed head first.
         """
-        ranges = self._directives.get(request_id)
-        block_size = self._block_sizes[group_id]
-        if ranges is None or block_size == 0:
+        segments = self._directives.cut(request_id, group_id, first, len(blocks))
+        if not segments:
             return
-        segments = cut_into_segments(ranges, first, len(blocks), block_size)
         try:
             for low, high, claims in segments:
                 if claims:
-                    self._add_claims(blocks[low:high], claims)
+                    self._placed.add(blocks[low:high], claims)
             self._pins.fulfil(request_id, group_id, first, segments)
         except BaseException:
             self._recover()
@@ -404,18 +397,12 @@ class BlockRetention:
             return False
         if block._retention_id > 0 and is_pin(self._records.get_claims(block)):
             return True
-        block_size = self._block_sizes[group_id]
-        for start, end, claim in self._directives.get(request_id, []):
-            is_in = start // block_size <= index and (end is None or index * block_size < end)
-            if is_in and claim.strength == PINNED:
-                return True
-        return False
+        return self._directives.pins(request_id, group_id, index)
 
     def forget_request(self, request_id: str) -> None:
         """The request has given all its blocks back. Its directives live on in the blocks they cover."""
         try:
-            self._directives.pop(request_id, None)
-            self._pins.forget_request(request_id)
+            self._directives.forget(request_id)
         except BaseException:
             self._recover()
             raise
@@ -471,49 +458,6 @@ class BlockRetention:
         if blocks:
             self._placed.change(blocks, new_claims, False)
 
-    def _add_claims(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
-        """Add claims to those on the cached ones of these blocks, which are in use."""
-        records = self._records
-        last_id: i32 = -1
-        record: Record | None = None
-        stretch: list[KVCacheBlock] = []
-        for block in blocks:
-            if block._block_hash is None:  # null blocks have none, too
-                continue
-            retention_id = max(block._retention_id, 0)
-            if retention_id != last_id:
-                self._put_stretch(stretch, record)
-                stretch = []
-                last_id = retention_id
-                old = records.get_claims(block)
-                new = old
-                for claim in claims:
-                    new = add_claim(new, claim)
-                record = None if new is old else records.share(new)
-            stretch.append(block)
-        self._put_stretch(stretch, record)
-
-    def _put_stretch(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
-        """Put blocks in use under a record; None leaves their claims as they are."""
-        if record is None or not blocks:
-            return
-        if self._pins.blocks or record.strength == PINNED:
-            for block in blocks:
-                self._pins.note(block, record.claims)
-        self._records.put_all(blocks, record)
-
-    def _make_claim(self, directive: RetentionDirective) -> Claim:
-        """The same object for the same words, so that blocks under it are recognised as equal."""
-        strength = PINNED if directive.pin else directive.priority
-        duration_s = NEVER if directive.duration_s is None else directive.duration_s
-        claim = self._claims.get((strength, duration_s))
-        if claim is None:
-            if len(self._claims) >= 1024:
-                self._claims.clear()  # equal ones that are not the same cost a comparison, nothing else
-            claim = Claim(strength, duration_s, NEVER, False)
-            self._claims[strength, duration_s] = claim
-        return claim
-
     def _check_pins(self, num_new: int, num_replaced: int) -> None:
         pins = self._pins
         if pins.exceeds(num_new, num_replaced):
@@ -523,25 +467,3 @@ class BlockRetention:
                     self._placed.note_removed([block])
         if pins.exceeds(num_new, num_replaced):
             raise pins.refuse(num_new, num_replaced)
-
-    def _find_cached(
-        self, request: SchedulableRequest, group_id: int, block_size: int, start: int, end: int | None
-    ) -> list[KVCacheBlock]:
-        """The cached blocks of this prefix that hold any of the tokens `[start, end)`, head first."""
-        pool = self.block_pool
-        hashes = request.block_hashes
-        stride = block_size // pool.hash_block_size
-        found: list[KVCacheBlock] = []
-        if stride < 1:
-            return found
-        num_blocks = len(hashes) // stride
-        if end is not None:
-            num_blocks = min(num_blocks, -(-end // block_size))
-        ours = hashes[start // block_size * stride + stride - 1 : num_blocks * stride : stride]
-        found = pool.find_cached_prefix(ours, len(ours), group_id)
-        group_ids = [group_id]
-        for index in range(len(found) + 1, len(ours)):  # behind a window's hole there may be more
-            blocks = pool.get_cached_block(ours[index], group_ids)
-            if blocks is not None:
-                found.append(blocks[0])
-        return found

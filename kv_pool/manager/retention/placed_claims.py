@@ -9,7 +9,7 @@ from kv_pool.core.deadlines import NEVER, Deadlines
 from kv_pool.core.eviction_order import DEFAULT_BAND, EXPIRED_BAND, Placement
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, is_pin, list_live
+from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
 from kv_pool.manager.retention.pins import Pins
@@ -91,6 +91,37 @@ class PlacedClaims(Placement):
         except BaseException:
             self.recover()
             raise
+
+    def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
+        """Add claims to those on the cached ones of these blocks, which are in use."""
+        records = self.records
+        last_id: i32 = -1
+        record: Record | None = None
+        stretch: list[KVCacheBlock] = []
+        for block in blocks:
+            if block._block_hash is None:  # null blocks have none, too
+                continue
+            retention_id = max(block._retention_id, 0)
+            if retention_id != last_id:
+                self._put_stretch(stretch, record)
+                stretch = []
+                last_id = retention_id
+                old = records.get_claims(block)
+                new = old
+                for claim in claims:
+                    new = add_claim(new, claim)
+                record = None if new is old else records.share(new)
+            stretch.append(block)
+        self._put_stretch(stretch, record)
+
+    def _put_stretch(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
+        """Put blocks in use under a record; None leaves their claims as they are."""
+        if record is None or not blocks:
+            return
+        if self.pins.blocks or record.strength == PINNED:
+            for block in blocks:
+                self.pins.note(block, record.claims)
+        self.records.put_all(blocks, record)
 
     def forget(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Remove the claims on blocks that have lost their content; return those of them that are free."""

@@ -1,7 +1,10 @@
-"""`cut_into_segments`: from directives, which are about tokens, to the blocks of a table."""
+"""From tokens, which directives and sessions are about, to the blocks that hold them."""
 
 from itertools import pairwise
 
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim
 
 
@@ -43,3 +46,30 @@ def cut_into_segments(
                 claims = add_claim(claims, claim)
         segments.append((low, high, claims))
     return segments
+
+
+def find_cached(
+    pool: BlockPoolCore,
+    request: SchedulableRequest,
+    group_id: int,
+    block_size: int,
+    start: int,
+    end: int | None,
+) -> list[KVCacheBlock]:
+    """Return the cached blocks of a prefix that hold any of the tokens `[start, end)`, head first."""
+    hashes = request.block_hashes
+    stride = block_size // pool.hash_block_size
+    found: list[KVCacheBlock] = []
+    if stride < 1:
+        return found
+    num_blocks = len(hashes) // stride
+    if end is not None:
+        num_blocks = min(num_blocks, -(-end // block_size))
+    ours = hashes[start // block_size * stride + stride - 1 : num_blocks * stride : stride]
+    found = pool.find_cached_prefix(ours, len(ours), group_id)
+    group_ids = [group_id]
+    for index in range(len(found) + 1, len(ours)):  # behind a window's hole there may be more
+        blocks = pool.get_cached_block(ours[index], group_ids)
+        if blocks is not None:
+            found.append(blocks[0])
+    return found

@@ -71,7 +71,7 @@ class Bench:
             retention.num_pinned,
             retention.num_pins,
             retention.list_sessions(),
-            dict(retention._directives),
+            dict(retention._directives.by_request),
         )
 
 

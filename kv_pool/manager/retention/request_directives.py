@@ -1,0 +1,86 @@
+"""`RequestDirectives`: what is said of the blocks of requests that hold blocks or wait."""
+
+from collections.abc import Sequence
+
+from kv_pool.core.deadlines import NEVER
+from kv_pool.manager.retention.claim import PINNED, Claim
+from kv_pool.manager.retention.directive import RetentionDirective
+from kv_pool.manager.retention.pins import Pins
+from kv_pool.manager.retention.segments import cut_into_segments
+
+Range = tuple[int, int | None, Claim]
+"""First token, the token behind the last one or None, and the claim on the blocks that hold these tokens."""
+
+
+class RequestDirectives:
+    """The directives of each request, and the pins that they promise.
+
+    Attributes:
+        by_request: ranges of tokens with their claims, by request id.
+        block_sizes: of each group, in tokens; 0 for a group that is not cached.
+    """
+
+    def __init__(self, block_size: int, pins: Pins) -> None:
+        self.by_request: dict[str, list[Range]] = {}
+        self.block_sizes: tuple[int, ...] = (block_size,)
+        self._pins: Pins = pins
+        self._claims: dict[tuple[int, float], Claim] = {}
+
+    def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[tuple[int, int]]]:
+        """Return the ranges of these directives, and the (group, place in the table) of blocks to pin."""
+        ranges: list[Range] = []
+        pins: set[tuple[int, int]] = set()
+        for directive in directives:
+            if directive.is_none:
+                continue
+            ranges.append((directive.start, directive.end, self.make_claim(directive)))
+            if directive.pin and directive.end is not None:
+                for group_id, block_size in enumerate(self.block_sizes):
+                    if block_size == 0:
+                        continue
+                    end = -(-directive.end // block_size)
+                    pins.update((group_id, index) for index in range(directive.start // block_size, end))
+        return ranges, pins
+
+    def set(self, request_id: str, ranges: list[Range], pins: set[tuple[int, int]]) -> None:
+        """Give a request, which has none, these directives and promised pins."""
+        if pins:
+            self._pins.promise(request_id, pins)
+        if ranges:
+            self.by_request[request_id] = ranges
+
+    def forget(self, request_id: str) -> None:
+        """Remove the directives of a request, and the pins that are still promised to it."""
+        self.by_request.pop(request_id, None)
+        self._pins.forget_request(request_id)
+
+    def cut(
+        self, request_id: str, group_id: int, first: int, num_blocks: int
+    ) -> list[tuple[int, int, tuple[Claim, ...]]]:
+        """Return which claims are on which blocks `[first, first + num_blocks)`; [] if nothing is said."""
+        ranges = self.by_request.get(request_id)
+        block_size = self.block_sizes[group_id]
+        if ranges is None or block_size == 0:
+            return []
+        return cut_into_segments(ranges, first, num_blocks, block_size)
+
+    def pins(self, request_id: str, group_id: int, index: int) -> bool:
+        """Return True if a directive pins the block at this place of the request's table."""
+        block_size = self.block_sizes[group_id]
+        for start, end, claim in self.by_request.get(request_id, []):
+            is_in = start // block_size <= index and (end is None or index * block_size < end)
+            if is_in and claim.strength == PINNED:
+                return True
+        return False
+
+    def make_claim(self, directive: RetentionDirective) -> Claim:
+        """Return the claim of a directive: the same object for equal ones, so that blocks are compared by it."""
+        strength = PINNED if directive.pin else directive.priority
+        duration_s = NEVER if directive.duration_s is None else directive.duration_s
+        claim = self._claims.get((strength, duration_s))
+        if claim is None:
+            if len(self._claims) >= 1024:
+                self._claims.clear()  # equal ones that are not the same cost a comparison, nothing else
+            claim = Claim(strength, duration_s, NEVER, False)
+            self._claims[strength, duration_s] = claim
+        return claim
