@@ -189,7 +189,7 @@ def is_pinned(manager, request, group_id, position, block):
     tokens = range(first, first + manager.groups[group_id].block_size)
     directives = [
         claim
-        for start, end, claim in retention._directives.get(request.request_id, ())
+        for start, end, claim in retention._directives.by_request.get(request.request_id, ())
         if any(start <= token and (end is None or token < end) for token in tokens)
     ]
     claims = retention._records.get_claims(block)

@@ -171,7 +171,7 @@ class BlockRetention:
         self.expire()
         ranges, pins = self._directives.read(listed)
         if pins:
-            self._check_pins(len(pins), self._pins.count_promised(request_id))
+            self._placed.check_pins(len(pins), self._pins.count_promised(request_id))
         self.forget_request(request_id)
         try:
             self._directives.set(request_id, ranges, pins)
@@ -209,7 +209,7 @@ class BlockRetention:
         is_pinned = [is_pin(self._records.get_claims(block)) for block in changes]
         will_be = [is_pin(claims) for claims in changes.values()]
         if any(will_be):
-            self._check_pins(sum(will_be), sum(is_pinned))
+            self._placed.check_pins(sum(will_be), sum(is_pinned))
         self._placed.change(list(changes), list(changes.values()), True)
         return len(changes)
 
@@ -439,31 +439,7 @@ class BlockRetention:
         for session in self._sessions.by_id.values():
             session.changes_at = session.claim.until
             self._deadlines.push(session)
-        self._end_lost_sessions()
-
-    def _end_lost_sessions(self) -> None:
-        """Remove the claims of sessions that are not in the list of sessions."""
-        known = {session.claim for session in self._sessions.by_id.values()}
-        now = self._clock()
-        blocks: list[KVCacheBlock] = []
-        new_claims: list[tuple[Claim, ...]] = []
-        for block in self.block_pool.blocks:
-            claims = self._records.get_claims(block)
-            left = tuple(
-                [claim for claim in claims if not claim.is_session or claim in known or claim.until <= now]
-            )
-            if len(left) < len(claims):
-                blocks.append(block)
-                new_claims.append(left)
-        if blocks:
-            self._placed.change(blocks, new_claims, False)
-
-    def _check_pins(self, num_new: int, num_replaced: int) -> None:
-        pins = self._pins
-        if pins.exceeds(num_new, num_replaced):
-            # Blocks may have been evicted without a call of this retention; only now it matters.
-            for block in list(pins.blocks):
-                if not is_pin(self._records.get_claims(block)):
-                    self._placed.note_removed([block])
-        if pins.exceeds(num_new, num_replaced):
-            raise pins.refuse(num_new, num_replaced)
+        lost = self._sessions.list_lost(self._records, self.block_pool.blocks, self._clock())
+        if lost:
+            blocks = [block for block, _ in lost]
+            self._placed.change(blocks, [claims for _, claims in lost], False)

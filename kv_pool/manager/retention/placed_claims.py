@@ -123,6 +123,17 @@ class PlacedClaims(Placement):
                 self.pins.note(block, record.claims)
         self.records.put_all(blocks, record)
 
+    def check_pins(self, num_new: int, num_replaced: int) -> None:
+        """Raise PinLimitError if so many pins instead of others would be too many."""
+        pins = self.pins
+        if pins.exceeds(num_new, num_replaced):
+            # Blocks may have been evicted without a call of this retention; only now it matters.
+            for block in list(pins.blocks):
+                if not is_pin(self.records.get_claims(block)):
+                    self.note_removed([block])
+        if pins.exceeds(num_new, num_replaced):
+            raise pins.refuse(num_new, num_replaced)
+
     def forget(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Remove the claims on blocks that have lost their content; return those of them that are free."""
         freed: list[KVCacheBlock] = []

@@ -74,7 +74,7 @@ class RequestDirectives:
         return False
 
     def make_claim(self, directive: RetentionDirective) -> Claim:
-        """Return the claim of a directive: the same object for equal ones, so that blocks are compared by it."""
+        """Return the claim of a directive, the same object for equal ones."""
         strength = PINNED if directive.pin else directive.priority
         duration_s = NEVER if directive.duration_s is None else directive.duration_s
         claim = self._claims.get((strength, duration_s))

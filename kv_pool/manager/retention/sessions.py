@@ -3,6 +3,7 @@
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Ending
 from kv_pool.manager.retention.claim import Claim
+from kv_pool.manager.retention.claim_records import ClaimRecords
 
 
 class Session(Ending):
@@ -48,6 +49,21 @@ class Sessions:
         """Each session and until when it is kept; the next to end first."""
         sessions = [(session_id, session.changes_at) for session_id, session in self.by_id.items()]
         return sorted(sessions, key=get_second)
+
+    def list_lost(
+        self, records: ClaimRecords, blocks: tuple[KVCacheBlock, ...], now: float
+    ) -> list[tuple[KVCacheBlock, tuple[Claim, ...]]]:
+        """Return blocks with claims of sessions that are not kept, and their other claims. O(blocks)."""
+        known = {session.claim for session in self.by_id.values()}
+        lost: list[tuple[KVCacheBlock, tuple[Claim, ...]]] = []
+        for block in blocks:
+            claims = records.get_claims(block)
+            left = tuple(
+                [claim for claim in claims if not claim.is_session or claim in known or claim.until <= now]
+            )
+            if len(left) < len(claims):
+                lost.append((block, left))
+        return lost
 
     def clear(self) -> None:
         """Keep none."""
