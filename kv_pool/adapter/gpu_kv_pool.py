@@ -10,18 +10,17 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
+import msgspec
+
 from kv_pool.adapter.allocation import Allocation, as_request, check_priority
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
-from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.prefixes import cache_prefix
 from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
-from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.adapter.victims import EvictionPolicy, Victims
-from kv_pool.contiguous import compaction, fragmentation
+from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
@@ -47,6 +46,9 @@ from kv_pool.protocol import (
     KVPoolProtocol,
     MigrationResult,
 )
+from kv_pool.reports.layout import PoolLayout, read_layout
+from kv_pool.reports.sequences import SequenceList, SequenceReport
+from kv_pool.reports.statistics import PoolStatistics, read_statistics
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -571,28 +573,14 @@ class GPUKVPool(KVPoolProtocol):
         with self.lock:
             if self.holdings.retention is not None:
                 self.holdings.retention.expire()
-            free_blocks = self.block_pool.get_num_free_blocks()
-            used_blocks = self.total_blocks - free_blocks
-            ages = self.block_pool.run_index.ages
-            run_lengths = self.block_pool.list_free_runs()
-            return PoolStatistics(
-                total_blocks=self.total_blocks,
-                used_blocks=used_blocks,
-                free_blocks=free_blocks,
-                cached_free_blocks=len(ages) - ages.count(IN_USE) - ages.count(EMPTY),
+            known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
+            return msgspec.structs.replace(
+                known,
                 pinned_blocks=len(self._pins),
                 reserved_blocks=self.reserved_blocks,
-                num_sequences=len(self._holders),
-                block_size=self.block_size,
-                utilization=used_blocks / self.total_blocks,
-                fragmentation_rate=fragmentation.get_unusable_share(run_lengths, self.run_length),
-                run_length=self.run_length,
-                largest_free_run=max(run_lengths, default=0),
-                largest_run_loss=fragmentation.get_largest_run_loss(run_lengths),
-                epoch=self.block_pool.epoch,
                 moved_blocks=self._num_moved_blocks,
+                num_sequences=len(self._holders),
                 evicted_sequences=self._victims.num_evicted,
-                evicted_blocks=self.block_pool.num_evictions,
                 looked_up_blocks=self._num_looked_up_blocks,
                 hit_blocks=self._num_hit_blocks,
                 allocation=self._allocation_latency.summarize(),
@@ -602,11 +590,32 @@ class GPUKVPool(KVPoolProtocol):
     def get_layout(self) -> PoolLayout:
         """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
         with self.lock:
-            states = read_states(self.block_pool)
-            tables = [sequence.blocks for sequence in self._holders.values()]
-            joins, holders = read_tables(len(states), tables)
-            epoch = self.block_pool.epoch
-        return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
+            return read_layout(
+                self.block_pool,
+                [sequence.blocks for sequence in self._holders.values()],
+                block_size=self.block_size,
+                run_length=self.run_length,
+                device_id=self.device_id,
+            )
+
+    def describe_sequences(self) -> SequenceList:
+        """Return a report of each sequence that holds blocks, the last one accessed last. O(held blocks)."""
+        with self.lock:
+            now = self._clock()
+            fixed_ids = set(self.block_pool.holds.list_fixed_ids())
+            return SequenceList(
+                [
+                    SequenceReport(
+                        holder.sequence_id,
+                        len(holder.blocks),
+                        holder.priority,
+                        now - holder.last_access_time,
+                        holder.sequence_id in self.holdings.barred,
+                        num_fixed_blocks=sum(block.block_id in fixed_ids for block in holder.blocks),
+                    )
+                    for holder in self._holders.values()
+                ]
+            )
 
     @property
     def retention(self) -> BlockRetention:

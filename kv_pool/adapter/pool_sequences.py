@@ -75,7 +75,7 @@ class PoolSequences:
     def as_id(self, sequence_id: int | str) -> int:
         if isinstance(sequence_id, str):
             raise InvalidArgumentError(
-                f"sequence {sequence_id!r} is none of a GPUKVPool: its sequences have numbers"
+                f"{sequence_id!r} is no sequence of a GPUKVPool; give its number, or newest"
             )
         return as_new_id("sequence_id", sequence_id)
 

@@ -194,6 +194,5 @@ def shrink(
     """
     moves = plan.plan_drain(pool, num_blocks)
     relocation = apply_moves(pool, moves, copy, on_moved=on_moved)
-    pool.store_pending()  # a block that goes may hold bytes that tiers do not have yet
     pool.shrink(num_blocks)
     return relocation
