@@ -12,7 +12,7 @@ class Pins:
 
     Attributes:
         counts: by block; those that are not pinned are not in it.
-        hold: a reference to each of them.
+        hold: a reference to each of them. After an interrupt `recover` makes it follow `counts`.
 
     Args:
         max_pinned_blocks: how many blocks may be pinned at once; one that is pinned twice counts once.
@@ -22,8 +22,6 @@ class Pins:
         self.max_pinned_blocks = max_pinned_blocks
         self.counts: dict[KVCacheBlock, int] = {}
         self.hold = block_pool.holds.open([], "pinned")
-        # The counts from before a call that has not ended, of the blocks that it is about.
-        self._counts_before: dict[KVCacheBlock, int] = {}
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -46,10 +44,8 @@ class Pins:
         for block in blocks:
             after[block] = (after[block] if block in after else counts.get(block, 0)) + 1
         self.check_room(len(after) - len(counts.keys() & after.keys()))
-        self._counts_before = {block: counts.get(block, 0) for block in after}
         self.hold.add(after)
         counts |= after
-        self._counts_before = {}
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take one pin off each block.
@@ -64,27 +60,18 @@ class Pins:
             if count < 0:
                 raise InvalidBlockError(f"block {block.block_id} is not pinned. Was it unpinned twice?")
             left[block] = count
-        self._counts_before = {block: counts[block] for block in left}
-        for block, count in left.items():
-            if count:
-                counts[block] = count
-            else:
-                del counts[block]
-        self.hold.remove([block for block, count in left.items() if not count])
-        self._counts_before = {}
+        unpinned = [block for block, count in left.items() if not count]
+        counts |= left  # in one step; `recover` does the rest, whatever interrupts it
+        for block in unpinned:
+            del counts[block]
+        self.hold.remove(unpinned)
 
     def recover(self, unheld: Iterable[KVCacheBlock]) -> None:
-        """Undo a call that was interrupted, and drop the pins of blocks that no sequence holds."""
-        for block, count in self._counts_before.items():
-            if count:
-                self.counts[block] = count
-            else:
-                self.counts.pop(block, None)
-        for block in unheld:
+        """Complete or undo an interrupted call, and drop the pins of blocks that no sequence holds."""
+        for block in [*unheld, *(block for block, count in self.counts.items() if not count)]:
             self.counts.pop(block, None)
         self.hold.remove([block for block in self.hold.blocks if block not in self.counts])
         self.hold.add(self.counts)
-        self._counts_before = {}
 
     def is_any_pinned(self, blocks: Iterable[KVCacheBlock]) -> bool:
         return bool(self.counts) and not self.counts.keys().isdisjoint(blocks)
