@@ -166,21 +166,25 @@ class ControlledManager:
 
         with self.lock:
             num_before = self._num_moved_blocks
-            with compaction.hold_in_flight(pool, self._collect_known()):
-                if goal is None:
-                    compaction.pack(
-                        pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=note_moved
-                    )
-                else:
-                    compaction.gather(
-                        pool,
-                        copy,
-                        run_length=self.run_length,
-                        goal=goal,
-                        max_moves=max_moves,
-                        max_evictions=max_evictions,
-                        on_moved=note_moved,
-                    )
+            try:
+                with compaction.hold_in_flight(pool, self._collect_known()):
+                    if goal is None:
+                        compaction.pack(
+                            pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=note_moved
+                        )
+                    else:
+                        compaction.gather(
+                            pool,
+                            copy,
+                            run_length=self.run_length,
+                            goal=goal,
+                            max_moves=max_moves,
+                            max_evictions=max_evictions,
+                            on_moved=note_moved,
+                        )
+            except BaseException:
+                compaction.release_in_flight(pool)
+                raise
             return self._num_moved_blocks - num_before
 
     # ---- inside ----------------------------------------------------------------------------------

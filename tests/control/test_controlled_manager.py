@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from interrupting import interrupt_everywhere
 from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine
 
 from kv_pool import BlockPool, ControlError, InvalidBlockError, Request, UnknownSequenceError
@@ -265,6 +266,29 @@ def test_copies_that_are_still_to_be_made_survive_a_compaction():
     assert engine.read(engine.manager.get_block_ids("child")[1]) == engine.read(last)
     assert engine.read(last) == engine.make_bytes(written)
     check(engine.pool)
+
+
+def test_an_interrupted_compaction_leaves_no_hold_and_every_byte():
+    def make():
+        served = Served(num_blocks=17)
+        scatter(served.engine, 6)
+        served.taken = served.engine.pool.get_new_blocks(1)
+        return served
+
+    def look(served):
+        assert served.engine.pool.holds.list_holds() == []
+        for name in served.engine.requests:
+            served.engine.check_bytes(name)
+        served.face.defragment()
+        for name in served.engine.requests:
+            served.engine.check_bytes(name)
+        served.engine.pool.free_blocks(served.taken)
+        assert served.face.get_statistics().used_blocks == 6
+        check(served.engine.pool)
+
+    num_moments, broken = interrupt_everywhere(make, lambda served: served.face.defragment(), look)
+    assert num_moments > 20
+    assert not broken
 
 
 # ---- what is refused ---------------------------------------------------------------------------------
