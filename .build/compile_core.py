@@ -39,6 +39,7 @@ EVENTS = (
 )
 # What every step of a scheduler goes through.
 MANAGER = (
+    "allocating",
     "block_copies",
     "block_groups/block_group",
     "block_groups/block_table",
@@ -47,9 +48,14 @@ MANAGER = (
     "block_groups/mamba_group",
     "block_groups/scratch_group",
     "block_groups/sliding_window_group",
+    "forking",
+    "freeing",
     "kv_cache_manager",
+    "manager_state",
     "prefix_caching",
     "prefix_hit",
+    "recovery",
+    "request_tables",
     "requests/request_checks",
     "retention/block_retention",
     "retention/claim",
@@ -61,6 +67,8 @@ MANAGER = (
     "retention/segments",
     "retention/sessions",
     "slot_needs",
+    "step",
+    "step_checks",
     "table_rows",
 )
 

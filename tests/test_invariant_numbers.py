@@ -98,6 +98,21 @@ def test_every_number_has_a_check_whose_message_begins_with_it():
         assert missing == [], f"{name_of(path)} checks none of {missing}"
 
 
+def list_broken(source):
+    """The numbers that a damage test says are broken: strings that consist of one, or begin a message."""
+    literals = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    found = (re.match(r"\^?([A-Z]\d{1,2})(?:: |$)", text) for text in literals if isinstance(text, str))
+    return {match[1] for match in found if match}
+
+
+def test_every_number_is_broken_by_a_test():
+    """Exempt is a number of which its file says what it `is kept by`."""
+    broken = set().union(*(list_broken(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")))
+    kept = {number for path in INVARIANTS for number in KEPT_OTHERWISE.findall(read_docstring(path))}
+    defined = {number for numbers in list_defined().values() for number in numbers}
+    assert sorted(defined - broken - kept) == []
+
+
 def test_every_other_meaning_is_still_found():
     for name, (letter, _) in OTHER_MEANINGS.items():
         assert any(number[0] == letter for number in NUMBER.findall((ROOT / name).read_text())), name
@@ -111,4 +126,5 @@ def test_a_shared_prefix_and_an_unknown_number_would_be_noticed():
     ]
     assert list_definitions("Q1  linked\nQ10  links\nQ1 to Q3 hold\n") == ["Q1", "Q10"]
     assert list_citations("keeps Q3 (L2), an H100, `C4`", other_letter="L") == {"Q3", "C4"}
+    assert list_broken('check(lose, "Q1", r"^P2: 6 blocks", "see Q3: that")') == {"Q1", "P2"}
     assert list_messages('raise Error(f"Q1: {block}", "see Q2: that", "T10: x")') == {"Q1", "T10"}

@@ -1,7 +1,6 @@
 """Moving blocks to other ids: bytes by a callable that is passed in, identities here."""
 
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ CopyBlocks = Callable[[Sequence[BlockMove]], object]
 """Copies each source's bytes over its target's, or queues that; raises where it could not."""
 
 _MAX_ROUNDS = 64
-_IN_FLIGHT = "taken from the block pool directly"
 
 
 @dataclass(frozen=True)
@@ -51,23 +49,6 @@ class Relocation:
             pairs = np.fromiter(chain.from_iterable(self.moves), np.int32, 2 * len(self.moves))
             remap[pairs[::2]] = pairs[1::2]
         return remap
-
-
-def hold_in_flight(pool: RunBlockPool, known: Container[KVCacheBlock]) -> AbstractContextManager[object]:
-    """Hold the blocks in use that are not `known`, during a compaction. O(blocks of the pool).
-
-    Callers took them from the block pool directly, and may read or write them at the ids that they have.
-    """
-    release_in_flight(pool)
-    in_flight = [block for block in pool.blocks if block.ref_cnt and block not in known]
-    return pool.hold(in_flight, _IN_FLIGHT) if in_flight else nullcontext()
-
-
-def release_in_flight(pool: RunBlockPool) -> None:
-    """Release the holds of `hold_in_flight` that an interrupted compaction has left. O(holds)."""
-    for hold in pool.holds.list_holds():
-        if hold.reason == _IN_FLIGHT:
-            hold.release()
 
 
 def apply_moves(
@@ -213,6 +194,5 @@ def shrink(
     """
     moves = plan.plan_drain(pool, num_blocks)
     relocation = apply_moves(pool, moves, copy, on_moved=on_moved)
-    pool.store_pending()  # a block that goes may hold bytes that tiers do not have yet
     pool.shrink(num_blocks)
     return relocation

@@ -142,7 +142,7 @@ class ControlledManager:
     ) -> int:
         """Bring blocks in use together, as `GPUKVPool.defragment`, between two steps of the engine.
 
-        Held blocks stay, and so do blocks that were taken from the block pool directly.
+        Pinned, held and watched blocks stay.
 
         Returns:
             How many blocks changed their id; `on_moved` was called for each round of moves.
@@ -166,25 +166,20 @@ class ControlledManager:
 
         with self.lock:
             num_before = self._num_moved_blocks
-            try:
-                with compaction.hold_in_flight(pool, self._collect_known()):
-                    if goal is None:
-                        compaction.pack(
-                            pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=note_moved
-                        )
-                    else:
-                        compaction.gather(
-                            pool,
-                            copy,
-                            run_length=self.run_length,
-                            goal=goal,
-                            max_moves=max_moves,
-                            max_evictions=max_evictions,
-                            on_moved=note_moved,
-                        )
-            except BaseException:
-                compaction.release_in_flight(pool)
-                raise
+            if goal is None:
+                compaction.pack(
+                    pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=note_moved
+                )
+            else:
+                compaction.gather(
+                    pool,
+                    copy,
+                    run_length=self.run_length,
+                    goal=goal,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                    on_moved=note_moved,
+                )
             return self._num_moved_blocks - num_before
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -206,11 +201,3 @@ class ControlledManager:
             None if request is None else request.num_computed_tokens,
             num_fixed,
         )
-
-    def _collect_known(self) -> set[KVCacheBlock]:
-        """Return the blocks whose references are of tables, holds or copies to be made."""
-        known = set(self.manager.copies.list_sources())
-        known.update(self.block_pool.holds.count_references())
-        for request_id in self.manager.list_request_ids():
-            known.update(chain.from_iterable(self._list_rows(request_id)))
-        return known

@@ -61,6 +61,8 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
                 f"block {block.block_id} is {'null' if block.is_null else 'in use'}; only free blocks "
                 "can be removed. Move it below the others first."
             )
+    if pool.colder_tiers is not None:
+        pool.colder_tiers.store_pending()  # removed blocks may hold bytes that tiers do not have yet
     blocks = pool.blocks[:num_left]
     if pool._reuse_watchers:
         tell_watchers_of(pool, removed)

@@ -12,6 +12,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -72,6 +73,31 @@ class PrefixCaching:
                 if group.reads_before_writes and not is_written and mask is not None and mask[-1]:
                     self._unwritten.add(table.blocks[end - 1])
                 table.num_cached_blocks = end
+
+    def count_to_cache(self, request: SchedulableRequest, step: Step) -> int:
+        """How many tokens `cache` is to be called with after this step; 0: it need not be called.
+
+        Raises:
+            InvalidArgumentError: `cache` would. For a request without blocks also if it has not a hash for
+                each full block of its known tokens.
+        """
+        tables = step.tables
+        if tables is not None:
+            for group in self._groups:
+                if group.is_cacheable:
+                    num_cached = tables[group.group_id].num_cached_blocks
+                    if step.num_scheduled >= (num_cached + 1) * group.block_size:
+                        break
+            else:
+                return 0  # most decode steps: they end in the block in which they began
+        num_known = request.num_tokens
+        num_tokens = min(step.num_scheduled, num_known)
+        fills_blocks = self.check(request, tables, step.num_prefix, num_tokens, num_known)
+        if tables is None:
+            self.check_new_hashes(request, num_known)
+        elif not fills_blocks:
+            return 0
+        return num_tokens
 
     def check(
         self,

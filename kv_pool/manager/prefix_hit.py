@@ -21,6 +21,9 @@ def find_common_hit(
     Each group accepts a length or proposes the next shorter one that it has; they are asked in turn until
     none objects. Lengths only fall, so that ends, and at the longest one that all accept. Only looks.
     """
+    if len(groups) == 1 and groups[0].is_cacheable and max_num_tokens > 0:
+        blocks, num_tokens = groups[0].find_longest_hit(groups[0].list_hashes(block_hashes), max_num_tokens)
+        return [blocks], num_tokens
     num_tokens = max_num_tokens if any(group.is_cacheable for group in groups) else 0
     found: list[list[KVCacheBlock]] = [[] for _ in groups]
     accepted = [-1] * len(groups)

@@ -9,6 +9,7 @@ from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.step import Step
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -35,21 +36,15 @@ class SlotNeeds:
         self._copies: BlockCopies = copies
         self._retention: BlockRetention | None = retention
 
-    def limit(self, num_tokens: int) -> int:
+    def _limit(self, num_tokens: int) -> int:
         """No more tokens than the longest request has."""
         return min(num_tokens, self._max_model_len) if self._max_model_len else num_tokens
 
-    def count(
-        self,
-        tables: list[BlockTable] | None,
-        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
-        num_computed: int,
-        num_before: int,
-        num_scheduled: int,
-        num_tokens: int,
-        num_encoder_tokens: int,
-    ) -> int:
-        """Free blocks, hits among them, that slots for `num_tokens` tokens take, guessed ones included."""
+    def count(self, step: Step) -> int:
+        """Free blocks, hits among them, that slots for `step.num_tokens` tokens take, lookahead included."""
+        tables = step.tables
+        num_scheduled, num_tokens = step.num_scheduled, step.num_tokens
+        num_encoder_tokens = step.num_encoder_tokens
         num_free = 0
         for group in self._groups:
             group_id = group.group_id
@@ -59,11 +54,11 @@ class SlotNeeds:
                 num_entries = len(table.blocks)
                 num_free += group.count_new_blocks(num_entries, num_blocks)
                 if table.is_forked:
-                    num_free += len(self.list_shared(table, group, num_computed, num_blocks))
+                    num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
                 continue
-            hits = prefix_blocks[group_id]
-            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
-            num_free += self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
+            hits = step.prefix_blocks[group_id]
+            num_skipped = group.count_skipped_tokens(step.num_before) // group.block_size
+            num_free += self._count_to_start(group, len(hits), num_skipped, step.num_before, num_blocks)
             num_free += self._count_free(hits, num_skipped)
         return num_free
 
@@ -75,54 +70,38 @@ class SlotNeeds:
             return group.count_table_blocks(num_encoder_tokens)
         return group.count_table_blocks(num_tokens if group.has_lookahead else num_scheduled)
 
-    def count_full_sequence(
-        self,
-        num_tokens: int,
-        tables: list[BlockTable] | None,
-        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
-        num_before: int,
-        num_encoder_tokens: int,
-    ) -> int:
-        """Free blocks that are needed until all tokens of the request have slots."""
-        num_tokens = self.limit(num_tokens)
+    def count_full_sequence(self, step: Step, num_tokens: int) -> int:
+        """Free blocks that are needed until all `num_tokens` tokens of the request have slots."""
+        num_tokens = self._limit(num_tokens)
+        tables = step.tables
         num_free = 0
         for group in self._groups:
             group_id = group.group_id
-            num_most = self._count_most(group, num_tokens, num_encoder_tokens)
+            num_most = self._count_most(group, num_tokens, step.num_encoder_tokens)
             if tables is not None:
                 num_free += max(0, num_most - len(tables[group_id].blocks))
                 continue
-            hits = prefix_blocks[group_id]
-            num_skipped = group.count_skipped_tokens(num_before) // group.block_size
+            hits = step.prefix_blocks[group_id]
+            num_skipped = group.count_skipped_tokens(step.num_before) // group.block_size
             num_free += max(0, num_most - max(num_skipped, len(hits))) + self._count_free(hits, num_skipped)
         return num_free
 
     def count_most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """Blocks that a request of so many tokens holds at most at a time, until all of them have slots."""
-        num_tokens = self.limit(num_tokens)
+        num_tokens = self._limit(num_tokens)
         return sum([self._count_most(group, num_tokens, num_encoder_tokens) for group in self._groups])
 
-    def fits_alone(
-        self,
-        num_usable: int,
-        tables: list[BlockTable] | None,
-        prefix_blocks: Sequence[Sequence[KVCacheBlock]],
-        num_before: int,
-        num_scheduled: int,
-        num_tokens: int,
-        num_encoder_tokens: int,
-        num_sequence_tokens: int,
-        reserved_blocks: int,
-    ) -> bool:
+    def fits_alone(self, num_usable: int, step: Step, num_sequence_tokens: int, reserved_blocks: int) -> bool:
         """Whether there would be room in a pool of `num_usable` blocks if nobody else held any.
 
         Nothing is shared then, and all hits are free blocks.
         Args:
-            num_scheduled: tokens that are computed when the step has run.
-            num_tokens: that need slots now, guessed ones included.
-            num_sequence_tokens: that need slots in the end, where the whole sequence must fit; else 0.
+            num_sequence_tokens: tokens that need slots in the end, where the whole sequence must fit; else 0.
         Cost: O(blocks of the request).
         """
+        tables, num_before = step.tables, step.num_before
+        num_scheduled, num_tokens = step.num_scheduled, step.num_tokens
+        num_encoder_tokens = step.num_encoder_tokens
         num_now = 0
         num_in_the_end = 0
         num_held = 0
@@ -131,7 +110,7 @@ class SlotNeeds:
             num_blocks = self.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
             num_most = 0
             if num_sequence_tokens:
-                num_most = self._count_most(group, self.limit(num_sequence_tokens), num_encoder_tokens)
+                num_most = self._count_most(group, self._limit(num_sequence_tokens), num_encoder_tokens)
             num_skipped = group.count_skipped_tokens(num_before) // group.block_size
             if tables is not None:
                 blocks = tables[group.group_id].blocks
@@ -142,7 +121,7 @@ class SlotNeeds:
                 num_held += num_all
                 num_forgotten += num_all - num_kept
                 continue
-            hits = prefix_blocks[group.group_id]
+            hits = step.prefix_blocks[group.group_id]
             num_hits = _count_kept(hits, num_skipped)
             num_now += num_hits + self._count_to_start(group, len(hits), num_skipped, num_before, num_blocks)
             num_in_the_end += num_hits + max(0, num_most - max(num_skipped, len(hits)))

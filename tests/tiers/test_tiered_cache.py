@@ -350,6 +350,24 @@ def test_a_block_that_is_cut_off_is_copied_out_before():
     invariants.check_cache(cache)
 
 
+@pytest.mark.parametrize("make_pool", [BlockPool, RunBlockPool])
+def test_a_pool_that_shrinks_has_the_pending_bytes_of_removed_blocks_copied_out(make_pool):
+    """A flush read above the end of the pool: only `compaction.shrink` copied these bytes out before."""
+    pool = make_pool(9, True, 4)
+    content, storage = make_bytes(pool)
+    cache = TieredCache(pool, storage, [HostTier(8, storage)])
+    _, blocks = cache_bytes(cache, content, "a", range(32))
+    pool.free_blocks(blocks)
+    taken = pool.get_new_blocks(8)
+    pool.free_blocks(taken)
+    pool.shrink(4) if make_pool is RunBlockPool else pool.remove_last_blocks(4)
+    assert cache.list_pending() == []
+    content[5:] = 0  # they are another's now
+    cache.flush()
+    assert (len(cache.tiers[0]), cache.num_dropped) == (8, 0)
+    check_bytes(cache, cache.tiers[0])
+
+
 def test_a_compaction_does_not_overwrite_what_is_pending():
     pool = RunBlockPool(9, True, 4)
     content, storage = make_bytes(pool)

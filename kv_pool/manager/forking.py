@@ -1,0 +1,56 @@
+"""`fork_tables`: a second request goes on in the blocks of a first one."""
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.manager_state import ManagerState
+from kv_pool.manager.recovery import recover
+from kv_pool.manager.requests.request import SchedulableRequest
+
+
+def fork_tables(
+    state: ManagerState, tables: list[BlockTable], parent: SchedulableRequest, child: SchedulableRequest
+) -> None:
+    """See `KVCacheManager.fork`.
+
+    Args:
+        tables: the parent's.
+    """
+    num_computed = parent.num_computed_tokens
+    if child.request_id in state._tables:
+        raise InvalidArgumentError(f"request {child.request_id!r} has blocks already")
+    if child.num_computed_tokens != num_computed:
+        raise InvalidArgumentError(
+            f"request {parent.request_id!r} has {num_computed} computed tokens, its fork "
+            f"{child.request_id!r} says {child.num_computed_tokens}; set the child's to the parent's"
+        )
+    num_hashes = num_computed // state.block_pool.hash_block_size
+    if list(child.block_hashes[:num_hashes]) != list(parent.block_hashes[:num_hashes]):
+        raise InvalidArgumentError(
+            f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
+            f"{parent.request_id!r}: they have other hashes"
+        )
+    for table, group in zip(tables, state._groups, strict=True):
+        num_cached = table.num_cached_blocks * group.block_size
+        if group.is_cacheable and num_computed < num_cached:
+            raise InvalidArgumentError(
+                f"request {parent.request_id!r} has blocks cached for {num_cached} tokens and says "
+                f"{num_computed} are computed; count them up before it is forked"
+            )
+    copies: list[BlockTable] = [BlockTable() for _ in tables]
+    try:
+        for table, copy, group in zip(tables, copies, state._groups, strict=True):
+            num_shared = len(table.blocks)
+            if group.is_cacheable:
+                num_shared = min(num_shared, group.count_table_blocks(num_computed))
+            table.is_forked = True
+            copy.is_forked = True
+            copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
+            copy.num_null_blocks = min(table.num_null_blocks, num_shared)
+            state.block_pool.touch_onto(table.blocks[:num_shared], copy.blocks)
+        state._has_forks = True
+        state._tables[child.request_id] = copies
+    except BaseException:
+        state._is_leaving = True
+        state._unsettled = copies
+        recover(state)
+        raise

@@ -1,0 +1,77 @@
+"""`ManagerState`: what a `KVCacheManager` consists of; the files that change it import this one."""
+
+from collections.abc import Sequence
+from math import lcm
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.contiguous.run_pool_core import RunPoolCore
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_copies import BlockCopies
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
+from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.manager.prefix_caching import PrefixCaching
+from kv_pool.manager.requests.request_checks import check_block_size
+from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.slot_needs import SlotNeeds
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ManagerState:
+    """The tables of a manager's requests, and what an interrupted call leaves; see `recovery.recover`.
+
+    Args:
+        max_model_len, max_in_flight_tokens: as of `KVCacheManager`; 0 for no bound.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPoolCore,
+        specs: tuple[KVCacheSpec, ...],
+        max_model_len: int,
+        max_in_flight_tokens: int,
+        watermark: float,
+        retention: BlockRetention | None,
+    ) -> None:
+        if not 0 <= watermark < 1:
+            raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
+        for spec in specs:
+            if spec.is_cacheable:
+                check_block_size(block_pool, spec.block_size)
+        self.block_pool: BlockPoolCore = block_pool
+        self.groups: tuple[KVCacheSpec, ...] = specs
+        self.block_size: int = specs[0].block_size
+        self.max_model_len: int = max_model_len
+        self.max_in_flight_tokens: int = max_in_flight_tokens
+        self.watermark_blocks: int = int(watermark * block_pool.num_gpu_blocks)
+        # What all groups can resume at. Of one group alone, any block's end.
+        self.alignment: int = lcm(*(spec.block_size for spec in specs if spec.is_cacheable))
+        self._groups: list[BlockGroup] = [
+            make_group(spec, block_pool, group_id, self.alignment) for group_id, spec in enumerate(specs)
+        ]
+        self._forgets: bool = any(group.forgets for group in self._groups)
+        self._tables: dict[str, list[BlockTable]] = {}
+        self.taken_out: dict[str, str] = {}
+        self._has_forks: bool = False
+        self.copies: BlockCopies = BlockCopies(block_pool)
+        self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self.alignment)
+        self._needs: SlotNeeds = SlotNeeds(
+            self._groups, max_model_len, max_in_flight_tokens, self.copies, retention
+        )
+        self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
+        self.retention: BlockRetention | None = retention
+        if retention is not None:
+            if retention.block_pool is not block_pool:
+                raise InvalidArgumentError("the retention was made for another pool than the manager's")
+            retention.attach([spec.block_size if spec.is_cacheable else 0 for spec in specs])
+        # What an interrupted call leaves for `recover`: a request's tables, whether all their blocks go, and
+        # blocks with a reference that no table has.
+        self._unsettled: list[BlockTable] | None = None
+        self._is_leaving: bool = False
+        self._taken: list[KVCacheBlock] = []
+        self._leaving: list[KVCacheBlock] = []
+        self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))

@@ -1,0 +1,132 @@
+"""`RequestTables`: block tables; swappers and migrations take them out, fill them, put them back."""
+
+from mypy_extensions import mypyc_attr
+
+from kv_pool.core.arguments import as_int, as_list_of, check_type, refuse_type
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.manager_state import ManagerState
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RequestTables(ManagerState):
+    """The part of `KVCacheManager` that swappers and migrations use: whole tables, and blocks for them."""
+
+    def holds_blocks(self, request_id: str) -> bool:
+        """Whether the request has a block table."""
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        return request_id in self._tables
+
+    def list_request_ids(self) -> list[str]:
+        """The requests that hold blocks, in the order in which they got them."""
+        return list(self._tables)
+
+    def get_table(self, request_id: str, group_id: int = 0) -> BlockTable:
+        """The request's block table, live; only the manager changes it.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks, or there is no such group.
+        """
+        if not isinstance(request_id, str):
+            refuse_type("request_id", request_id, "str")
+        if not isinstance(group_id, int):
+            group_id = as_int("group_id", group_id)
+        tables = find_tables(self, request_id)
+        if not 0 <= group_id < len(tables):
+            raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
+        return tables[group_id]
+
+    def get_block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
+        """The request's block table: ids in the order of its tokens, 0 where nothing is kept any more.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks, or there is no such group.
+        """
+        return self.get_table(request_id, group_id).list_ids()
+
+    def pop_tables(self, request_id: str) -> list[BlockTable]:
+        """Take the request's tables out, one for each group; the blocks stay referenced, by the caller now.
+
+        Copies into some of them may still be pending; `copies.check_made` tells, before their bytes are read.
+
+        Raises:
+            InvalidArgumentError: the request has no blocks.
+        """
+        return self.pop_tables_onto(request_id, [])
+
+    def pop_tables_onto(self, request_id: str, onto: list[BlockTable]) -> list[BlockTable]:
+        """As `pop_tables`; the tables are appended to `onto` in the same step.
+
+        Whatever interrupts the caller, `onto` says which tables it has to put back.
+        """
+        check_type("request_id", request_id, str)
+        tables = find_tables(self, request_id)
+        onto += tables
+        del self._tables[request_id]
+        return tables
+
+    def put_tables(self, request_id: str, tables: list[BlockTable]) -> None:
+        """Give tables with referenced blocks to a request that has none: the inverse of `pop_tables`.
+
+        Raises:
+            InvalidArgumentError: the request has blocks, or a number of tables that is not that of groups.
+        """
+        self.put_tables_out_of(request_id, as_list_of("tables", tables, BlockTable).copy())
+
+    def put_tables_out_of(self, request_id: str, tables: list[BlockTable]) -> None:
+        """As `put_tables`; `tables` is empty afterwards, in the same step.
+
+        Whatever interrupts the caller, the list says which tables are still to be put back.
+        """
+        check_type("request_id", request_id, str)
+        if request_id in self._tables:
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already")
+        if len(tables) != len(self._groups):
+            raise InvalidArgumentError(f"{len(tables)} tables for {len(self._groups)} groups")
+        has_forks = any(table.is_forked for table in tables)
+        put = tables.copy()
+        self._has_forks = self._has_forks or has_forks
+        self._tables[request_id] = put
+        del tables[:]
+
+    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks for tables that are not put back yet; blocks that a retention keeps may be among them.
+
+        Raises:
+            OutOfBlocksError: `get_num_free_blocks()` is less. Nothing has changed.
+        """
+        if not isinstance(num_blocks, int):
+            num_blocks = as_int("num_blocks", num_blocks)
+        return self.take_onto([], num_blocks)
+
+    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
+        """As `take_blocks`; the blocks are appended to `blocks` in the same step: `BlockPool.take_onto`."""
+        if self.retention is not None:
+            self.retention.expire()
+        return self.block_pool.take_onto(blocks, num_blocks)
+
+    def free_out_of(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks that are in no table; `blocks` is empty afterwards: `BlockPool.free_out_of`."""
+        if len(self.copies):
+            self.copies.drop(blocks)
+        self.block_pool.free_out_of(blocks)
+
+    def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks that are in no table, first to be reused first."""
+        check_type("blocks", blocks, list)
+        if len(self.copies):
+            self.copies.drop(blocks)
+        self.block_pool.free_blocks(blocks)
+
+
+def find_tables(state: ManagerState, request_id: str) -> list[BlockTable]:
+    """The request's tables. Raise InvalidArgumentError if it has none."""
+    tables = state._tables.get(request_id)
+    if tables is None:
+        raise InvalidArgumentError(
+            f"request {request_id!r} has no blocks: "
+            f"{state.taken_out.get(request_id, 'never allocated, or freed already')}"
+        )
+    return tables

@@ -1,0 +1,107 @@
+"""`read_step`: the arguments of `allocate_slots` and `can_allocate`, checked, as a `Step`."""
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+from kv_pool.core.arguments import as_int, refuse_type
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.cached_prefix import CachedPrefix
+from kv_pool.manager.manager_state import ManagerState
+from kv_pool.manager.prefix_hit import check_prefix
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.step import Step
+
+
+def read_step(
+    state: ManagerState,
+    request: SchedulableRequest,
+    tables: list[BlockTable] | None,
+    num_new_tokens: SupportsIndex,
+    cached_prefix: CachedPrefix | None,
+    num_lookahead_tokens: int,
+    num_external_computed_tokens: int,
+    num_encoder_tokens: int,
+    full_sequence_must_fit: bool,
+    reserved_blocks: int,
+) -> Step:
+    """Return the step. Raise what `allocate_slots` says; changes nothing."""
+    num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
+    if not isinstance(num_encoder_tokens, int):
+        as_int("num_encoder_tokens", num_encoder_tokens)
+    if not isinstance(reserved_blocks, int):
+        as_int("reserved_blocks", reserved_blocks)
+    if not isinstance(full_sequence_must_fit, bool):
+        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
+    if not isinstance(num_lookahead_tokens, int):
+        num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
+    if not isinstance(num_external_computed_tokens, int):
+        num_external_computed_tokens = as_int("num_external_computed_tokens", num_external_computed_tokens)
+    if num_new < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
+            f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
+        )
+    unchecked: Any = request  # compiled code would refuse a numpy integer here
+    computed = unchecked.num_computed_tokens
+    num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
+    num_prefix = 0
+    prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = state._no_blocks
+    if cached_prefix is not None:
+        if not isinstance(cached_prefix, CachedPrefix):
+            refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
+        check_prefix(request, cached_prefix, tables is not None, state._groups, state.block_pool)
+        num_prefix = cached_prefix.num_tokens
+        prefix_blocks = cached_prefix.blocks
+    if tables is not None:
+        if num_external_computed_tokens:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has blocks already; external tokens come before all"
+            )
+        for group in state._groups:
+            if group.is_cacheable:
+                table = tables[group.group_id]
+                num_held = len(table.blocks)
+                if not 0 <= num_computed <= num_held * group.block_size:
+                    raise_uncomputed(state, request, num_computed, num_held, group.block_size)
+                if num_computed < table.num_null_blocks * group.block_size:
+                    raise InvalidArgumentError(
+                        f"request {request.request_id!r} says {num_computed} tokens are computed; its first "
+                        f"{table.num_null_blocks * group.block_size} have left the window of group "
+                        f"{group.group_id} and have no blocks any more. Free it and admit it again"
+                    )
+    elif num_computed:
+        raise_uncomputed(state, request, num_computed, 0, state.block_size)
+    num_before = num_computed + num_prefix + num_external_computed_tokens
+    num_scheduled = num_before + num_new
+    num_tokens = num_scheduled + num_lookahead_tokens
+    if state.max_model_len and num_tokens > state.max_model_len:
+        num_tokens = state.max_model_len
+        num_scheduled = min(num_scheduled, num_tokens)
+    return Step(
+        tables,
+        prefix_blocks,
+        num_computed,
+        num_prefix,
+        num_before,
+        num_scheduled,
+        num_tokens,
+        num_encoder_tokens,
+    )
+
+
+def raise_uncomputed(
+    state: ManagerState, request: SchedulableRequest, num_computed: int, num_held: int, block_size: int
+) -> None:
+    """Raise InvalidArgumentError for a request that has no blocks of its computed tokens."""
+    why = state.taken_out.get(request.request_id)
+    if why is not None:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has no blocks: {why}. Do not schedule it until it is back"
+        )
+    raise InvalidArgumentError(
+        f"request {request.request_id!r} says {num_computed} tokens are computed, but holds "
+        f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed (and where it "
+        "is swapped out, swap it in)"
+    )

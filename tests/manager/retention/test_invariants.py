@@ -1,0 +1,133 @@
+"""Each invariant of a retention is broken by hand, and its check names it."""
+
+import pytest
+from manager.retention.test_retention import HASHER, Bench
+
+from kv_pool import CorruptedPoolError, Request, RetentionDirective
+from kv_pool.core.deadlines import NEVER
+from kv_pool.manager.retention.claim import PINNED
+from kv_pool.manager.retention.claim_records import Record
+from kv_pool.manager.retention.invariants import check_retention
+from kv_pool.manager.retention.placed_claims import find_band
+
+
+def make_bench():
+    """Blocks 1, 2 are kept for a minute; 3, 4 are pinned; 5 is in use and pinned; a session keeps 6, 7."""
+    bench = Bench(14)
+    bench.run("kept", range(8), RetentionDirective(priority=80, duration_s=60.0))
+    bench.run("pinned", range(100, 108), RetentionDirective(end=8, pin=True))
+    bench.start("running", range(200, 204), RetentionDirective(end=4, pin=True))
+    turn = bench.start("turn", range(300, 308), session_id="chat")
+    bench.retention.keep_session("chat", turn, until=200.0)
+    bench.manager.free(turn)
+    return bench
+
+
+def find_block(bench, first_token):
+    """The cached block of the four tokens from this one on."""
+    request = Request("probe", range(first_token, first_token + 4), HASHER)
+    return bench.pool.get_cached_block(request.block_hashes[0], [0])[0]
+
+
+def test_a_sound_retention_passes():
+    bench = make_bench()
+    assert (bench.retention.num_kept, bench.retention.num_pinned, bench.retention.num_pins) == (4, 2, 3)
+    check_retention(bench.retention)
+
+
+def put_a_kept_block_into_another_band(bench):
+    bench.pool.move_to_band([find_block(bench, 0)], 1)
+
+
+def number_a_block_without_a_record(bench):
+    block = bench.pool.blocks[14]
+    block._retention_id = bench.retention._records.find(find_block(bench, 0)).retention_id
+
+
+def have_a_record_without_claims(bench):
+    bench.retention._records.find(find_block(bench, 0)).claims = ()
+
+
+def count_a_block_too_many(bench):
+    bench.retention._records.num_blocks += 1
+
+
+def keep_a_record_of_no_block(bench):
+    records = bench.retention._records
+    record = Record(records.get_claims(find_block(bench, 0)), [], 0.0, False)
+    record.num_blocks = 1
+    records._records.append(record)
+
+
+def leave_a_pinned_block_out(bench):
+    bench.retention._pins.blocks.remove(find_block(bench, 100))
+
+
+def count_a_kept_block_as_pinned(bench):
+    bench.retention._pins.blocks.add(find_block(bench, 0))
+
+
+def free_a_pinned_block(bench):
+    placed = bench.retention._placed
+    placed._is_moving = True  # or it would be held again
+    freed = placed.held.blocks
+    placed.held.remove(freed)
+    bench.pool.move_to_band(freed, find_band(PINNED))
+    placed._is_moving = False
+
+
+def hold_a_kept_block_as_pinned(bench):
+    bench.retention._placed.held._blocks[find_block(bench, 0)] = None
+
+
+def promise_a_pin_uncounted(bench):
+    bench.retention._pins.promised["running"].add((0, 7))
+
+
+def lower_the_limit_of_pins(bench):
+    bench.retention._pins.max_pinned_blocks = 2
+
+
+def end_a_session_never(bench):
+    bench.retention._sessions.by_id["chat"].changes_at = NEVER
+
+
+def end_claims_never(bench):
+    bench.retention._records.find(find_block(bench, 0)).changes_at = NEVER
+
+
+def lose_the_deadlines(bench):
+    bench.retention.end_session("chat")
+    bench.retention._deadlines.entries.clear()
+
+
+def lower_the_limit_of_sessions(bench):
+    bench.retention._sessions.max_sessions = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "broken"),
+    [
+        (put_a_kept_block_into_another_band, "R1"),
+        (number_a_block_without_a_record, "R2"),
+        (have_a_record_without_claims, "R2"),
+        (count_a_block_too_many, "R2"),
+        (keep_a_record_of_no_block, "R2"),
+        (leave_a_pinned_block_out, "R3"),
+        (count_a_kept_block_as_pinned, "R3"),
+        (free_a_pinned_block, "R3"),
+        (hold_a_kept_block_as_pinned, "R4"),
+        (promise_a_pin_uncounted, "R5"),
+        (lower_the_limit_of_pins, "R5"),
+        (end_a_session_never, "R6"),
+        (end_claims_never, "R6"),
+        (lose_the_deadlines, "R6"),
+        (lower_the_limit_of_sessions, "R7"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_the_check_of_a_retention_bites(damage, broken):
+    bench = make_bench()
+    damage(bench)
+    with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
+        check_retention(bench.retention)
