@@ -17,7 +17,7 @@ from kv_pool import FullAttentionSpec, GPUKVPool, SlidingWindowSpec
 from kv_pool.adapter.migration_manager import KVPoolMigrationManager
 from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.contiguous.defragmenter import Defragmenter
-from kv_pool.control import ControlServer
+from kv_pool.control import ControlledManager, ControlServer
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.integrations.transformers.cache import PagedCache
 from kv_pool.integrations.transformers.sequences import PagedSequences
@@ -32,6 +32,8 @@ token_ids: Any
 sequences: PagedSequences
 request: Any
 storage: KVStorage
+step_lock: Any
+remap_tables: Any
 """,
     "kv_pool/README.md": """
 import time

@@ -142,7 +142,7 @@ class ControlledManager:
     ) -> int:
         """Bring blocks in use together, as `GPUKVPool.defragment`, between two steps of the engine.
 
-        Held blocks stay, and so do blocks that were taken from the block pool directly.
+        Pinned, held and watched blocks stay.
 
         Returns:
             How many blocks changed their id; `on_moved` was called for each round of moves.

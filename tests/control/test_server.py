@@ -85,6 +85,41 @@ def test_cached_blocks_go_for_a_compaction_that_may_evict_them(path):
     check(pool)
 
 
+def test_a_pool_answers_and_compacts_while_its_engine_allocates(path):
+    pool = make(60, on_moved=lambda relocation: None)
+    is_over = threading.Event()
+    errors = []
+
+    def work():
+        draw_random = random.Random(0)
+        number = 0
+        try:
+            while not is_over.is_set():
+                number += 1
+                if pool.get_free_blocks() > 20:
+                    take(pool, number, 7)
+                else:
+                    pool.free_sequence(draw_random.choice(pool.list_sequences()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with ControlServer(pool, path), ControlClient(path) as client:
+            for _ in range(60):
+                assert client.get_statistics().used_blocks % 7 == 0
+                layout = client.get_layout()
+                assert sum(layout.holders) == 60 - layout.num_free
+                assert all(one.num_blocks == 7 for one in client.list_sequences().sequences)
+                client.defragment(max_moves=4)
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors
+    check(pool)
+
+
 def test_the_guard_is_held_during_a_command(path):
     guard = threading.Lock()
     seen = []
