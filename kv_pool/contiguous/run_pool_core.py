@@ -174,7 +174,7 @@ class RunPoolCore(BlockPoolCore):
     def _take_listed(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
             take_listed(self, listed, onto)
-            self.run_index.note_taken(listed, self._owner)
+            self.run_index.note_taken(listed, self.owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -190,7 +190,7 @@ class RunPoolCore(BlockPoolCore):
     def _touch(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
             touch_all(self, listed, onto)
-            self.run_index.note_taken(listed, self._owner)
+            self.run_index.note_taken(listed, self.owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -204,7 +204,7 @@ class RunPoolCore(BlockPoolCore):
         try:
             free_all(self, listed, False)
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(listed, self.owner, num_free, self.enable_caching, False)
             if self._placement is not None:
                 self._placement.place(listed)
         except BaseException as error:
@@ -222,7 +222,7 @@ class RunPoolCore(BlockPoolCore):
             free_all(self, ordered_blocks, False)
             is_freed = True
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(ordered_blocks, self._owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(ordered_blocks, self.owner, num_free, self.enable_caching, False)
             ordered_blocks.clear()
             if self._placement is not None:
                 self._placement.place(freed)
@@ -239,7 +239,7 @@ class RunPoolCore(BlockPoolCore):
         try:
             unpin_all(self, listed, on_reuse)
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self._owner, num_free, True, True)
+            self.run_index.note_freed(listed, self.owner, num_free, True, True)
             if self._placement is not None:
                 self._placement.place(listed)
         except BaseException as error:
@@ -253,7 +253,7 @@ class RunPoolCore(BlockPoolCore):
         try:
             super().evict_blocks(listed)
             for block_id in listed:
-                if block_id not in self._reuse_watchers:
+                if block_id not in self.reuse_watchers:
                     self.run_index.note_emptied(block_id)
         except BaseException as error:
             was_stale = self.run_index.is_stale
@@ -324,16 +324,16 @@ class RunPoolCore(BlockPoolCore):
         self.run_index.is_stale = True  # until it is done
         if self._unfinished:
             self._recover()
-        free = [block for block in self.free_block_queue.get_all_free_blocks() if block._owner is self._owner]
+        free = [block for block in self.free_block_queue.get_all_free_blocks() if block.owner is self.owner]
         has_content = [
-            (block.block_hash is not None and self.enable_caching) or block.block_id in self._reuse_watchers
+            (block.block_hash is not None and self.enable_caching) or block.block_id in self.reuse_watchers
             for block in free
         ]
         self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
         if self.eviction_order.is_open:
             num_ordered = 0  # blocks of the default band and those above it, which are last in the queue
             for band, blocks in self.eviction_order.list_bands():
-                ours = [block for block in blocks if block._owner is self._owner]
+                ours = [block for block in blocks if block.owner is self.owner]
                 if band >= DEFAULT_BAND:
                     num_ordered += len(ours)
                 if band > DEFAULT_BAND:
@@ -348,7 +348,7 @@ class RunPoolCore(BlockPoolCore):
             and not was_stale
             and self.metrics_collector is None
             and self.colder_tiers is None
-            and not self._reuse_watchers
+            and not self.reuse_watchers
         ):
             self.run_index.is_stale = False
             return  # a refusal, with nothing changed
@@ -443,7 +443,7 @@ def take_in_order(
         if index.is_stale:
             pool.rebuild_index()
         taken = take_first(pool, num_blocks, onto)
-        index.note_taken(taken, pool._owner)
+        index.note_taken(taken, pool.owner)
     except BaseException as error:
         was_stale = index.is_stale
         index.is_stale = True
@@ -483,7 +483,7 @@ def take_chosen(
     Raises:
         Whatever a reuse watcher raises, or interrupts it. Nothing was taken; the index is stale.
     """
-    may_call_others = len(pool._reuse_watchers) > 0
+    may_call_others = len(pool.reuse_watchers) > 0
     try:
         take_listed(pool, chosen, onto)
     except BaseException as error:

@@ -513,7 +513,7 @@ class TieredCache:
     def _forget_labels(self) -> None:
         """Let events know nothing more of blocks that are nowhere, once there are too many of these."""
         if self._events is not None and self._events.is_crowded():
-            on_device = self.block_pool.cached_block_hash_to_block._cache
+            on_device = self.block_pool.cached_block_hash_to_block.entries
             self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
 
     def _is_full(self, block: KVCacheBlock) -> bool:
