@@ -24,7 +24,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
 SHOWN = [
     "kv_pool.adapter.gpu_kv_pool",
-    "kv_pool.adapter.layout",
+    "kv_pool.reports.layout",
     "kv_pool.contiguous.run_pool",
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",

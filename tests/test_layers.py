@@ -24,6 +24,7 @@ LAYERS = {
     "metrics": 2,
     "manager": 3,
     "protocol": 3,
+    "reports": 3,
     "migration": 4,
     "tiers": 4,
     "adapter": 5,

@@ -1,26 +1,28 @@
-"""`GPUKVPool`: `KVPoolProtocol` over a block pool that knows its runs. Thread-safe."""
+"""`GPUKVPool`: `KVPoolProtocol` over a block pool that knows its runs. Thread-safe.
+
+Over 450 lines because it is the whole surface of the adapter in one class, with its contracts; most of what
+its methods do is in the files beside it.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
+import msgspec
+
+from kv_pool.adapter.allocation import Allocation, as_request, check_priority
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
-from kv_pool.adapter.layout import PoolLayout, read_states, read_tables
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
-from kv_pool.adapter.placement import Placement
-from kv_pool.adapter.pressure import EvictionPolicy
-from kv_pool.adapter.recovering_lock import RecoveringLock
-from kv_pool.adapter.statistics import PoolStatistics
-from kv_pool.adapter.victims import Victims
-from kv_pool.contiguous import fragmentation
+from kv_pool.adapter.prefixes import cache_prefix
+from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
+from kv_pool.adapter.victims import EvictionPolicy, Victims
+from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type, refuse_type
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
@@ -32,6 +34,7 @@ from kv_pool.errors import (
     UnknownDeviceError,
 )
 from kv_pool.ids import BlockHash, BlockMove
+from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -40,10 +43,12 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
-    Contiguity,
     KVPoolProtocol,
     MigrationResult,
 )
+from kv_pool.reports.layout import PoolLayout, read_layout
+from kv_pool.reports.sequences import SequenceList, SequenceReport
+from kv_pool.reports.statistics import PoolStatistics, read_statistics
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -56,18 +61,6 @@ if TYPE_CHECKING:
     from kv_pool.tiers.pool_dump import LoadedPool
 
 _NONE: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """What a pool reads of a request, where hashes are all that is known of it."""
-
-    block_hashes: Sequence[BlockHash]
-    all_token_ids: Sequence[int]
-    lora_request: None = None
-    mm_features: None = None
-    cache_salt: None = None
-    session_id: None = None
 
 
 class GPUKVPool(KVPoolProtocol):
@@ -108,11 +101,12 @@ class GPUKVPool(KVPoolProtocol):
         clock: seconds, for `last_access_time` and the times in results.
 
     Attributes:
-        block_pool: the pool underneath, for its prefix cache and its invariants. Blocks that are taken there
-            are nobody's here, and never move. Calls on it are not locked.
+        block_pool: the pool underneath, for its prefix cache, its holds and its invariants. Blocks that are
+            taken there belong to no sequence; they move as others do unless they are held
+            (`block_pool.hold`). Calls on it are not locked.
         lock: held during each call, reentrant; for whoever needs several calls to be one.
         storage: as given.
-        holdings, placement: of use to what else belongs to the adapter, with the lock held.
+        holdings: of use to what else belongs to the adapter, with the lock held.
 
     Priorities: 1 and 2 may use the reserve, no request evicts a sequence of higher priority, and what a
     sequence of higher priority gave back is kept in the cache longer.
@@ -171,8 +165,7 @@ class GPUKVPool(KVPoolProtocol):
             clock=clock,
         )
         self.storage = storage
-        self._may_evict = eviction_policy is not None
-        self._on_evicted = on_evicted
+        self._on_moved = on_moved
         self._migration_hook = migration_hook
         self._clock = clock
         # Reentrant, so that callbacks may look. While an interrupted call is unfinished, `lock` is one that
@@ -180,11 +173,14 @@ class GPUKVPool(KVPoolProtocol):
         self._plain_lock = threading.RLock()
         self._recovering_lock = RecoveringLock(self._plain_lock, self._recover_late)
         self.lock: threading.RLock | RecoveringLock = self._plain_lock
-        self.placement = Placement(self.block_pool, self._copy_moves, on_moved)
+        self._aborting = Aborting(self._abort)
         self._pins = Pins(self.block_pool, total_blocks if max_pinned_blocks is None else max_pinned_blocks)
         self._may_pin_all = max_pinned_blocks is None
         self.holdings = Holdings(self.block_pool, self._pins, clock, device_id)
-        self._victims = Victims(self.holdings, eviction_policy)
+        self._victims = Victims(self.holdings, eviction_policy, on_evicted)
+        self._take = Allocation(
+            self.block_pool, self.holdings, self._victims, self.count_available, self._copy_moves, on_moved
+        ).take
         # Bound here: a short call feels each step in between.
         self._holders = self.holdings.holders
         self._hold = self.holdings.hold
@@ -196,7 +192,6 @@ class GPUKVPool(KVPoolProtocol):
         self._number_allocation = self._allocation_latency.number_call
         self._number_freeing = self._freeing_latency.number_call
         self._num_moved_blocks = 0
-        self._num_evicted_sequences = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -348,29 +343,7 @@ class GPUKVPool(KVPoolProtocol):
             block_hashes = as_list_of("block_hashes", block_hashes, bytes)
             if token_ids is not None:
                 token_ids = as_ints("token_ids", token_ids)
-            if len(block_hashes) > len(blocks):
-                raise InvalidArgumentError(
-                    f"{len(block_hashes)} hashes for the {len(blocks)} blocks of sequence {sequence_id}"
-                )
-            num_tokens = len(block_hashes) * self.block_size
-            if token_ids is not None and len(token_ids) < num_tokens:
-                raise InvalidArgumentError(
-                    f"{len(token_ids)} token ids for {len(block_hashes)} blocks of {self.block_size} tokens"
-                )
-            num_cached = 0
-            while num_cached < len(block_hashes) and blocks[num_cached].block_hash is not None:
-                num_cached += 1
-            # A block may be cached behind one that is not: one that migrated here, say.
-            is_bare = [block.block_hash is None for block in blocks[num_cached : len(block_hashes)]]
-            self.block_pool.cache_full_blocks(
-                _Prefix(block_hashes, token_ids or []),
-                blocks,
-                num_cached,
-                len(block_hashes),
-                self.block_size,
-                0,
-                is_bare,
-            )
+            cache_prefix(self.block_pool, sequence_id, blocks, block_hashes, token_ids)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What became cached and what was evicted since the last call, oldest first; theirs who call.
@@ -442,7 +415,7 @@ class GPUKVPool(KVPoolProtocol):
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
-                self._give_back(self.holdings.find_drops(block_ids, sequence_id))
+                self._give_back(*self.holdings.find_drops(block_ids, sequence_id))
         finally:
             if started_ns:
                 self._freeing_latency.note(perf_counter_ns() - started_ns)
@@ -466,7 +439,8 @@ class GPUKVPool(KVPoolProtocol):
             with self.lock:
                 sequence = self.holdings.find_usable(sequence_id)
                 num_free = self.block_pool.get_num_free_blocks()
-                self._give_back([(sequence, block) for block in sequence.blocks])
+                blocks = list(sequence.blocks)
+                self._give_back(blocks, {sequence: blocks})
                 return self.block_pool.get_num_free_blocks() - num_free
         finally:
             if started_ns:
@@ -479,8 +453,8 @@ class GPUKVPool(KVPoolProtocol):
         that may go would not suffice.
         """
         num_blocks = as_int("num_blocks", num_blocks)
-        with self.lock:
-            return self._evict(self._victims.choose(URGENT, None, num_blocks) or [])
+        with self.lock, self._aborting:
+            return self._victims.evict(self._victims.choose(URGENT, None, num_blocks) or [])
 
     def list_victims(
         self, num_blocks: int, priority: int = URGENT, sequence_id: int | None = None
@@ -515,12 +489,8 @@ class GPUKVPool(KVPoolProtocol):
         with self.lock:
             blocks = self.holdings.find_held(block_ids)
             self.holdings.check_not_frozen(blocks)
-            try:
+            with self._aborting:
                 self._pins.pin(blocks)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Take one pin off each block.
@@ -528,13 +498,8 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             InvalidBlockError: no such block, or not pinned so often. Nothing has changed.
         """
-        with self.lock:
-            try:
-                self._pins.unpin(self.holdings.find_held(block_ids))
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
+        with self.lock, self._aborting:
+            self._pins.unpin(self.holdings.find_held(block_ids))
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -606,28 +571,16 @@ class GPUKVPool(KVPoolProtocol):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
-            free_blocks = self.block_pool.get_num_free_blocks()
-            used_blocks = self.total_blocks - free_blocks
-            ages = self.block_pool.run_index.ages
-            run_lengths = self.block_pool.list_free_runs()
-            return PoolStatistics(
-                total_blocks=self.total_blocks,
-                used_blocks=used_blocks,
-                free_blocks=free_blocks,
-                cached_free_blocks=len(ages) - ages.count(IN_USE) - ages.count(EMPTY),
+            if self.holdings.retention is not None:
+                self.holdings.retention.expire()
+            known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
+            return msgspec.structs.replace(
+                known,
                 pinned_blocks=len(self._pins),
                 reserved_blocks=self.reserved_blocks,
-                num_sequences=len(self._holders),
-                block_size=self.block_size,
-                utilization=used_blocks / self.total_blocks,
-                fragmentation_rate=fragmentation.get_unusable_share(run_lengths, self.run_length),
-                run_length=self.run_length,
-                largest_free_run=max(run_lengths, default=0),
-                largest_run_loss=fragmentation.get_largest_run_loss(run_lengths),
-                epoch=self.block_pool.epoch,
                 moved_blocks=self._num_moved_blocks,
-                evicted_sequences=self._num_evicted_sequences,
-                evicted_blocks=self.block_pool.num_evictions,
+                num_sequences=len(self._holders),
+                evicted_sequences=self._victims.num_evicted,
                 looked_up_blocks=self._num_looked_up_blocks,
                 hit_blocks=self._num_hit_blocks,
                 allocation=self._allocation_latency.summarize(),
@@ -637,11 +590,42 @@ class GPUKVPool(KVPoolProtocol):
     def get_layout(self) -> PoolLayout:
         """What each block is and where the runs of sequences lie, at one moment. O(number of blocks)."""
         with self.lock:
-            states = read_states(self.block_pool)
-            tables = [sequence.blocks for sequence in self._holders.values()]
-            joins, holders = read_tables(len(states), tables)
-            epoch = self.block_pool.epoch
-        return PoolLayout(self.block_size, self.run_length, epoch, self.device_id, states, joins, holders)
+            return read_layout(
+                self.block_pool,
+                [sequence.blocks for sequence in self._holders.values()],
+                block_size=self.block_size,
+                run_length=self.run_length,
+                device_id=self.device_id,
+            )
+
+    def describe_sequences(self) -> SequenceList:
+        """Return a report of each sequence that holds blocks, the last one accessed last. O(held blocks)."""
+        with self.lock:
+            now = self._clock()
+            fixed_ids = set(self.block_pool.holds.list_fixed_ids())
+            return SequenceList(
+                [
+                    SequenceReport(
+                        holder.sequence_id,
+                        len(holder.blocks),
+                        holder.priority,
+                        now - holder.last_access_time,
+                        holder.sequence_id in self.holdings.barred,
+                        num_fixed_blocks=sum(block.block_id in fixed_ids for block in holder.blocks),
+                    )
+                    for holder in self._holders.values()
+                ]
+            )
+
+    @property
+    def retention(self) -> BlockRetention:
+        """Which cached blocks are reused before or after others, by directives and sessions.
+
+        Its request ids are `str(sequence_id)`, its token positions those of `blocks_of`. Each allocation
+        handles expired timers. Calls on it are not locked: hold `lock`. The first use makes it.
+        """
+        with self.lock:
+            return self.holdings.open_retention()
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -656,9 +640,8 @@ class GPUKVPool(KVPoolProtocol):
 
         Without a goal all blocks in use go to the lowest ids. With one just so many are moved as it takes, of
         the emptiest stretches of `run_length` ids, and most sequences keep the runs that they have.
-        Pinned blocks stay, and so does what is in flight: taken from `block_pool` by somebody else, or waited
-        for there until it is reused. Sequences, references, hashes and the order of eviction are what they
-        were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
+        Pinned, held and watched blocks stay. Sequences, references, hashes and the order of eviction are what
+        they were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; with none and a full
@@ -675,16 +658,27 @@ class GPUKVPool(KVPoolProtocol):
             max_moves = as_int("max_moves", max_moves)
         if goal is not None:
             check_number("goal", goal)
-        with self.lock:
-            try:
-                with self.holdings.hold_in_flight():
-                    if goal is None:
-                        return self.placement.pack(max_moves, max_evictions)
-                    return self.placement.gather(max_moves, max_evictions, self.run_length, goal)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
+        with self.lock, self._aborting:
+            num_moved = self._num_moved_blocks
+            if goal is None:
+                compaction.pack(
+                    self.block_pool,
+                    self._copy_moves,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                    on_moved=self._on_moved,
+                )
+            else:
+                compaction.gather(
+                    self.block_pool,
+                    self._copy_moves,
+                    run_length=self.run_length,
+                    goal=goal,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                    on_moved=self._on_moved,
+                )
+            return self._num_moved_blocks - num_moved
 
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids. O(blocks of the pool).
@@ -699,13 +693,9 @@ class GPUKVPool(KVPoolProtocol):
                     f"the storage has blocks 0 to {self.storage.num_blocks - 1}; with {num_blocks} more the "
                     f"pool would have 1 to {self.total_blocks + num_blocks}"
                 )
-            try:
+            with self._aborting:
                 self.block_pool.grow(num_blocks)
                 self._set_size(len(self.block_pool.blocks) - 1)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
 
     def shrink(self, num_blocks: int) -> None:
         """Give up the `num_blocks` highest ids; blocks in use there move below. O(blocks of the pool).
@@ -716,7 +706,7 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             InvalidArgumentError: negative, or too few blocks would be left: none, or fewer than are reserved.
             OutOfBlocksError: more are in use there than are free below.
-            InvalidBlockError: one of them is pinned, or in flight. In all cases nothing has changed.
+            InvalidBlockError: one of them is pinned, held or watched. In all cases nothing has changed.
             CopyFailedError: nothing has moved; what was next to be evicted may be.
         """
         num_blocks = as_int("num_blocks", num_blocks)
@@ -727,14 +717,9 @@ class GPUKVPool(KVPoolProtocol):
                     f"{num_blocks} of {self.total_blocks} blocks cannot be given up; "
                     f"{max(1, self.reserved_blocks)} are left at least"
                 )
-            try:
-                with self.holdings.hold_in_flight():
-                    self.placement.shrink(num_blocks)
+            with self._aborting:
+                compaction.shrink(self.block_pool, num_blocks, self._copy_moves, on_moved=self._on_moved)
                 self._set_size(num_left)
-            except BaseException as error:
-                self.lock = self._recovering_lock
-                self._recover(error)
-                raise
 
     def connect(self, peer: "GPUKVPool") -> None:
         """Let blocks migrate between this pool and another one of this process, both ways.
@@ -797,11 +782,16 @@ class GPUKVPool(KVPoolProtocol):
 
     # ---- inside, locked --------------------------------------------------------------------------
 
+    def _abort(self, error: BaseException) -> None:
+        """Complete or undo a call that raised; where that is interrupted, the next call does it."""
+        self.lock = self._recovering_lock
+        self._recover(error)
+
     def _recover(self, error: BaseException) -> None:
         """Bring the pool's books in line with its references after a call that raised.
 
         A refusal has changed nothing. A signal handler raises anywhere: references that are in no book yet,
-        or in none any more, are given back. Where that is interrupted, the next call completes it.
+        or in none any more, are given back.
         """
         if isinstance(error, KVPoolError) and not self.holdings.is_unfinished:
             self.lock = self._plain_lock
@@ -824,22 +814,22 @@ class GPUKVPool(KVPoolProtocol):
             return
         try:
             self.block_pool.touch_onto(blocks, self.holdings.arriving)
+            if self.holdings.retention is not None:
+                self.holdings.retention.note_taken(blocks)
             self._hold(sequence, blocks)
             self.holdings.settle()
         except BaseException as error:
-            self.lock = self._recovering_lock
-            self._recover(error)
+            self._abort(error)
             raise
 
-    def _give_back(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
+    def _give_back(self, blocks: list[KVCacheBlock], by_holder: dict[Holder, list[KVCacheBlock]]) -> None:
         """Take blocks from sequences that hold them, all or none."""
         if self.lock is self._recovering_lock:  # another thread waited for the plain one
             self._recover_late()
         try:
-            self._drop(drops)
+            self._drop(blocks, by_holder)
         except BaseException as error:
-            self.lock = self._recovering_lock
-            self._recover(error)
+            self._abort(error)
             raise
 
     def _set_size(self, total_blocks: int) -> None:
@@ -882,7 +872,7 @@ class GPUKVPool(KVPoolProtocol):
             for request, blocks in reversed(list(zip(requests, done, strict=False))):
                 if request.pinned:
                     self._pins.unpin(blocks)
-                self._give_back([(self._holders[request.sequence_id], block) for block in blocks])
+                self._give_back(blocks, {self._holders[request.sequence_id]: blocks})
             raise
         finally:
             self._victims.together = _NONE
@@ -892,21 +882,8 @@ class GPUKVPool(KVPoolProtocol):
     def _allocate_locked(
         self, request: BlockAllocationRequest, tried: Sequence[str] = ()
     ) -> list[KVCacheBlock]:
-        try:
-            num_blocks = request.num_blocks
-            sequence_id = request.sequence_id
-        except AttributeError:
-            refuse_type("request", request, "BlockAllocationRequest")
-        if (
-            type(num_blocks) is not int
-            or type(sequence_id) is not int
-            or num_blocks < 1
-            or sequence_id < 0
-            or request.priority not in (0, 1, 2)
-        ):
-            request = as_request(request)
-            num_blocks = request.num_blocks
-            sequence_id = request.sequence_id
+        request = as_request(request)
+        sequence_id = request.sequence_id
         if self.holdings.barred:
             self.holdings.check_usable(sequence_id)
         device_id = request.device_id
@@ -915,13 +892,15 @@ class GPUKVPool(KVPoolProtocol):
                 f"this pool is device {self.device_id}; ask the pool of device {device_id!r}, or migrate"
             )
         if request.pinned:
-            self._pins.check_room(num_blocks)
+            self._pins.check_room(request.num_blocks)
         if self.lock is self._recovering_lock:  # another thread waited for the plain one
             self._recover_late()
         try:
             sequence = self._holders.get(sequence_id)
             after = None if sequence is None else next(reversed(sequence.blocks))
             taken = self.holdings.arriving
+            if self.holdings.retention is not None:
+                self.holdings.retention.expire()
             self._take(request, after, tried)
             if sequence is None:
                 sequence = Holder(sequence_id, request.priority, self._clock())
@@ -932,119 +911,9 @@ class GPUKVPool(KVPoolProtocol):
                 self._pins.pin(taken)
             self.holdings.settle()
         except BaseException as error:
-            self.lock = self._recovering_lock
-            self._recover(error)
+            self._abort(error)
             raise
         return taken
-
-    def _take(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, tried: Sequence[str]
-    ) -> None:
-        """Take the blocks of a request, after making room for them; they are `arriving` then."""
-        num_blocks = request.num_blocks
-        contiguous = request.contiguous
-        placement = self.placement
-        attempts = list(tried)
-        if contiguous == "require" and num_blocks > 1:
-            self._take_required(request, after, attempts)
-            return
-        if num_blocks > self.count_available(request.priority):
-            self._make_room(request, attempts)
-        arriving = self.holdings.arriving
-        if num_blocks > 1 and contiguous != "no":
-            if contiguous != "prefer":
-                raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
-            if placement.take_run(num_blocks, after, contiguous, arriving):
-                return
-            max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
-            if placement.may_move and self._make_run(num_blocks, max_moves, "prefer"):
-                return
-        placement.take_any(num_blocks, after, arriving)
-
-    def _take_required(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, attempts: list[str]
-    ) -> None:
-        """Take a run: one that is there, one that is made, one that is left when sequences have gone."""
-        num_blocks = request.num_blocks
-        placement = self.placement
-        is_enough = num_blocks <= self.count_available(request.priority)
-        if not is_enough and request.max_moves is None and self._may_clear(num_blocks):
-            # Enough blocks are all it takes: the rest moves out of the way.
-            self._make_room(request, attempts)
-            is_enough = True
-        if is_enough:
-            if self._take_run(request, after):
-                return
-            attempts.append("compaction" if placement.may_move else "no compaction (nobody hears of moves)")
-        self._evict_for_run(request, attempts)
-        if not placement.take_run(num_blocks, after, "require", self.holdings.arriving):
-            self._refuse(request, attempts)  # one search does not look at all of a large pool
-
-    def _take_run(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> bool:
-        """Take a run that is there, or make one; at the cost of cached blocks of high priority only then."""
-        num_blocks = request.num_blocks
-        placement = self.placement
-        has_kept = self.block_pool.eviction_order.has_kept
-        modes: tuple[Contiguity, ...] = ("prefer", "require") if has_kept else ("require",)
-        for mode in modes:
-            if placement.take_run(num_blocks, after, mode, self.holdings.arriving):
-                return True
-            if self._make_run(num_blocks, request.max_moves, mode):
-                return True
-        return False
-
-    def _make_run(self, num_blocks: int, max_moves: int | None, contiguous: Contiguity) -> bool:
-        with self.holdings.hold_in_flight():
-            return self.placement.make_run(num_blocks, max_moves, contiguous, self.holdings.arriving)
-
-    def _may_clear(self, num_blocks: int) -> bool:
-        with self.holdings.hold_in_flight():
-            return self.placement.may_clear(num_blocks)
-
-    def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
-        """Evict sequences until the request's blocks are there, or refuse it with nothing changed."""
-        num_missing = request.num_blocks - self.count_available(request.priority)
-        if request.num_blocks <= self.total_blocks and self._may_evict:
-            victims = self._victims.choose(request.priority, request.sequence_id, num_missing)
-            if victims is not None:
-                self._evict(victims)
-                return
-            attempts.append("eviction (too little may go)")
-        self._refuse(request, attempts)
-
-    def _evict_for_run(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
-        """Evict the fewest sequences, in the policy's order, that leave a run; or refuse."""
-        if self._may_evict and request.num_blocks <= self.total_blocks:
-            victims = self._victims.choose_for_run(
-                request.priority,
-                request.sequence_id,
-                request.num_blocks,
-                self.count_available(request.priority),
-                self.placement,
-            )
-            if victims is not None:
-                self._evict(victims)
-                return
-            attempts.append("eviction (no run even without all that may go)")
-        self._refuse(request, attempts)
-
-    def _refuse(self, request: BlockAllocationRequest, attempts: Sequence[str]) -> NoReturn:
-        num_free = self.get_free_blocks()
-        kept = f", {self.reserved_blocks} of them reserved" if request.priority == NORMAL else ""
-        run = "a run of " if request.contiguous == "require" else ""
-        raise PoolExhaustedError(
-            f"asked for {run}{request.num_blocks} blocks for sequence {request.sequence_id}, {num_free} are "
-            f"free of {self.total_blocks}{kept if self.reserved_blocks else ''}. Tried: "
-            f"{', '.join(attempts) or 'nothing else'}. Free or evict a sequence, or ask for fewer."
-        )
-
-    def _evict(self, victims: Sequence[Holder]) -> list[int]:
-        for sequence in victims:
-            if self._on_evicted is not None:
-                self._on_evicted(sequence.sequence_id, [block.block_id for block in sequence.blocks])
-            self._give_back([(sequence, block) for block in sequence.blocks])
-            self._num_evicted_sequences += 1
-        return [sequence.sequence_id for sequence in victims]
 
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self.storage is not None:
@@ -1056,29 +925,3 @@ class GPUKVPool(KVPoolProtocol):
 def is_run(block_ids: Sequence[int]) -> bool:
     """Are these consecutive, lowest first? One is, none are not."""
     return len(block_ids) > 0 and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
-
-
-def check_priority(priority: int) -> None:
-    """Raise InvalidArgumentError for what is no priority."""
-    as_int("priority", priority)
-    if priority not in (0, 1, 2):
-        raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
-
-
-def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
-    """Return the request with ids and counts as ints. Raise for what no pool can serve."""
-    check_type("request", request, BlockAllocationRequest)
-    if (
-        type(request.num_blocks) is int
-        and type(request.sequence_id) is int
-        and request.num_blocks >= 1
-        and request.sequence_id >= 0
-        and request.priority in (0, 1, 2)
-    ):
-        return request
-    num_blocks = as_int("num_blocks", request.num_blocks)
-    sequence_id = as_new_id("sequence_id", request.sequence_id)
-    if num_blocks < 1:
-        raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
-    check_priority(request.priority)
-    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)

@@ -1,7 +1,6 @@
 """`Holdings`: which sequences hold which blocks, in which order, and which of them may not be touched now."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from kv_pool.adapter.pins import Pins
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -18,7 +17,6 @@ from kv_pool.errors import (
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.protocol import HIGH, NORMAL, URGENT
 
-_IN_FLIGHT = "taken from the block pool directly"
 _RETENTION = {HIGH: 65, URGENT: 95}
 """What the blocks of sequences of high priority are worth, see `RetentionDirective`."""
 
@@ -69,7 +67,7 @@ class Holdings:
         self.arriving: list[KVCacheBlock] = []
         self._joining: Holder | None = None
         self._leaving: list[KVCacheBlock] = []
-        self._drops: Sequence[tuple[Holder, KVCacheBlock]] = ()
+        self._drops: dict[Holder, list[KVCacheBlock]] = {}
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks, whose references are counted already.
@@ -116,56 +114,77 @@ class Holdings:
         self.arriving = []
         self._joining = None
 
-    def drop(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
-        """Take blocks from sequences that hold them. Raises PinnedBlockError; nothing has changed then."""
+    def drop(self, blocks: list[KVCacheBlock], by_holder: dict[Holder, list[KVCacheBlock]]) -> None:
+        """Take blocks from sequences that hold them. Raises PinnedBlockError; nothing has changed then.
+
+        Args:
+            blocks: distinct ones, head first.
+            by_holder: the same blocks by the sequence that loses them.
+        """
+        first_holders = self.first_holders
+        later_holders = self.later_holders
         if self.pins:
-            for _, block in drops:
-                if block in self.pins and block not in self.later_holders:
+            for block in blocks:
+                if block in self.pins and block not in later_holders:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and nobody else holds it; unpin it first"
                     )
-        self._claim(drops)
-        blocks = [block for _, block in drops]
+        for holder, own in by_holder.items():
+            if holder.priority != NORMAL or self.retention is not None:
+                self._claim(holder, own)
         # Tail first, so that the head of a prefix can be hit longest; blocks without hash have no such order.
-        blocks.reverse()
-        self._drops = drops
-        self._leaving = blocks
+        leaving = blocks[::-1]
+        self._drops = by_holder
+        self._leaving = leaving
         try:
-            self._block_pool.free_out_of(blocks)
+            self._block_pool.free_out_of(leaving)
         except KVPoolError:
-            self._drops = ()
+            self._drops = {}
             self._leaving = []
             raise
-        first_holders = self.first_holders
-        later_holders = self.later_holders
-        for holder, block in drops:
+        for holder, own in by_holder.items():
+            if later_holders:
+                for block in own:
+                    self._part(holder, block)
+                continue
             held = holder.blocks
-            del held[block]
+            for block in own:
+                del held[block], first_holders[block]
             if not held:
                 del self.holders[holder.sequence_id]
-            if block in later_holders:
-                later = later_holders[block]
-                if first_holders[block] is holder:
-                    first_holders[block] = later[0]
-                    del later[0]
-                else:
-                    later.remove(holder)
-                if not later:
-                    del later_holders[block]
-            else:
-                del first_holders[block]
-        self._drops = ()
+        self._drops = {}
 
-    def _claim(self, drops: Sequence[tuple[Holder, KVCacheBlock]]) -> None:
-        """Let cached blocks that sequences of high priority drop be reused after others."""
-        claimed: dict[int, list[KVCacheBlock]] = {}
-        for holder, block in drops:
-            if holder.priority != NORMAL and block.block_hash is not None:
-                claimed.setdefault(holder.priority, []).append(block)
-        for priority, blocks in claimed.items():
-            if self.retention is None:
-                self.retention = BlockRetention(self._block_pool, self._clock)
-            self.retention.claim_blocks(blocks, _RETENTION[priority])
+    def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
+        """Apply the sequence's priority and directives to blocks that it is about to drop."""
+        if holder.priority != NORMAL:
+            cached = [block for block in blocks if block.block_hash is not None]
+            if cached:
+                self.open_retention().claim_blocks(cached, _RETENTION[holder.priority])
+        retention = self.retention
+        if retention is None or not retention.is_active:
+            return
+        request_id = str(holder.sequence_id)
+        table = list(holder.blocks)
+        if blocks == table:
+            retention.label_table(request_id, 0, 0, blocks)
+        else:
+            positions = {block: position for position, block in enumerate(table)}
+            for block in blocks:
+                retention.label_table(request_id, 0, positions[block], [block])
+        if len(blocks) == len(table):
+            retention.forget_request(request_id)
+
+    def open_retention(self) -> BlockRetention:
+        """The retention of the pool, made by the first call."""
+        if self.retention is None:
+            self.retention = BlockRetention(self._block_pool, self._clock, self.pins.max_pinned_blocks)
+        return self.retention
+
+    def will_pin(self, holder: Holder, position: int, block: KVCacheBlock) -> bool:
+        """Would the block be pinned, not free, if this sequence, its last holder, dropped it now?"""
+        return self.retention is not None and self.retention.will_pin(
+            str(holder.sequence_id), 0, position, block
+        )
 
     @property
     def is_unfinished(self) -> bool:
@@ -187,12 +206,10 @@ class Holdings:
         self._joining = None
         self._block_pool.free_out_of(self.arriving)
         self._block_pool.free_out_of(self._leaving)
-        for holder, block in self._drops:
-            self._part(holder, block)
-        self._drops = ()
-        for hold in self._block_pool.holds.list_holds():
-            if hold.reason == _IN_FLIGHT:
-                hold.release()
+        for holder, blocks in self._drops.items():
+            for block in blocks:
+                self._part(holder, block)
+        self._drops = {}
 
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Let a sequence hold a block no longer, however much of that is done already."""
@@ -268,8 +285,8 @@ class Holdings:
 
     def find_drops(
         self, block_ids: Sequence[int], sequence_id: int | None
-    ) -> list[tuple[Holder, KVCacheBlock]]:
-        """Who loses which block, each listed once: the sequence that has held it longest, or the one named.
+    ) -> tuple[list[KVCacheBlock], dict[Holder, list[KVCacheBlock]]]:
+        """What `drop` takes: each block from the sequence that has held it longest, or from the one named.
 
         Raises:
             InvalidBlockError: a block is listed twice, or not held by that sequence, or by none.
@@ -281,17 +298,19 @@ class Holdings:
             twice = next(block_id for at, block_id in enumerate(listed) if block_id in listed[:at])
             raise InvalidBlockError(f"block {twice} is listed twice")
         if sequence_id is None:
-            drops = [(self.first_holders[block], block) for block in blocks]
+            drops: dict[Holder, list[KVCacheBlock]] = {}
+            for block in blocks:
+                drops.setdefault(self.first_holders[block], []).append(block)
         else:
             holder = self.find(sequence_id)
             for block in blocks:
                 if block not in holder.blocks:
                     raise InvalidBlockError(f"block {block.block_id} is not held by sequence {sequence_id}")
-            drops = [(holder, block) for block in blocks]
+            drops = {holder: blocks} if blocks else {}
         if self.barred:
-            for holder, _ in drops:
+            for holder in drops:
                 self.check_usable(holder.sequence_id)
-        return drops
+        return blocks, drops
 
     def check_not_frozen(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Raise FrozenSequenceError where a migration has a sequence that holds one of these blocks."""
@@ -299,18 +318,6 @@ class Holdings:
             for block in blocks:
                 for holder in self.list_holders(block):
                     self.check_usable(holder.sequence_id)
-
-    def hold_in_flight(self) -> AbstractContextManager[object]:
-        """Hold the blocks that were taken from the block pool directly, during a compaction.
-
-        They may be read or written at the ids that they have. O(blocks of the pool) where there are any.
-        """
-        pool = self._block_pool
-        num_in_use = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks
-        if num_in_use == len(self.first_holders):
-            return nullcontext()
-        in_flight = [block for block in pool.blocks if block.ref_cnt and block not in self.first_holders]
-        return pool.hold(in_flight, _IN_FLIGHT)
 
 
 def as_sequence_id(name: str, sequence_id: int) -> int:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id
-from kv_pool.adapter.placement import Placement
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
@@ -32,7 +31,6 @@ class SitePool(Protocol):
     block_size: int
     device_id: int
     holdings: Holdings
-    placement: Placement
     storage: BlockStorage | None
 
     @property
@@ -65,7 +63,6 @@ class PoolSequences:
         self.block_size = pool.block_size
         self.barred = pool.holdings.barred
         self._holdings = pool.holdings
-        self._placement = pool.placement
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -78,7 +75,7 @@ class PoolSequences:
     def as_id(self, sequence_id: int | str) -> int:
         if isinstance(sequence_id, str):
             raise InvalidArgumentError(
-                f"sequence {sequence_id!r} is none of a GPUKVPool: its sequences have numbers"
+                f"{sequence_id!r} is no sequence of a GPUKVPool; give its number, or newest"
             )
         return as_new_id("sequence_id", sequence_id)
 
@@ -126,10 +123,12 @@ class PoolSequences:
 
     def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
         self.pool.touch_onto(blocks, onto)
+        if self._holdings.retention is not None:
+            self._holdings.retention.note_taken(blocks)
 
     def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> None:
-        if num_blocks and not self._placement.take_run(num_blocks, None, "prefer", blocks):
-            self._placement.take_any(num_blocks, None, blocks)
+        if not self.pool.take_run_onto(blocks, num_blocks, spares_kept=True):
+            self.pool.take_onto(blocks, num_blocks)
 
     def make_join(
         self, sequence_id: int, blocks: list[KVCacheBlock], arriving: dict[int, int]
@@ -152,9 +151,9 @@ class PoolSequences:
             self._holdings.recover()
         holder = self._holdings.holders.get(sequence_id)
         if holder is not None:
-            left = [(holder, block) for row in rows for block in row if block in holder.blocks]
+            left = [block for row in rows for block in row if block in holder.blocks]
             if left:
-                self._holdings.drop(left)
+                self._holdings.drop(left, {holder: left})
 
     def recover(self) -> None:
         if self.pool.run_index.is_stale:

@@ -1,4 +1,4 @@
-"""`RecoveringLock`: the lock of a pool with an interrupted call, which is completed before the next one."""
+"""`RecoveringLock`, `Aborting`: an interrupted call of a pool is completed or undone before the next one."""
 
 from collections.abc import Callable
 from threading import RLock
@@ -23,3 +23,17 @@ class RecoveringLock:
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
         self._lock.release()
+
+
+class Aborting:
+    """A context that an exception leaves by way of `abort`, which completes or undoes the call."""
+
+    def __init__(self, abort: Callable[[BaseException], None]) -> None:
+        self._abort = abort
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._abort(error)

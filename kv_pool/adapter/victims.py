@@ -1,24 +1,75 @@
-"""`Victims`: the sequences that would lose their blocks for a request, chosen by policy."""
+"""`Victims`: the sequences that lose their blocks when too few are free, by an `EvictionPolicy`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from kv_pool.adapter.holdings import Holder, Holdings
-from kv_pool.adapter.placement import Placement
-from kv_pool.adapter.pressure import EvictionPolicy, LRUEviction, SequenceInfo
 from kv_pool.core.block import KVCacheBlock
 
 
-class Victims:
-    """Whose blocks go when too few are free. Only looks.
-
-    Args:
-        policy: None for the LRU policy.
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """A sequence that may lose its blocks.
 
     Attributes:
-        together: sequences of one batch, none of which goes for another.
+        num_blocks: held by it, shared ones included.
+        last_access_time: seconds of the pool's clock.
     """
 
-    def __init__(self, holdings: Holdings, policy: EvictionPolicy | None) -> None:
+    sequence_id: int
+    num_blocks: int
+    priority: int
+    last_access_time: float
+
+
+class EvictionPolicy(Protocol):
+    """Decides which sequence is evicted first.
+
+    It is asked with sequences only that hold no pinned block, have no higher priority than the request that
+    needs room, and are not the request's own. The pool evicts as few of them as make room, whole sequences,
+    and none at all where even all of them would not.
+    """
+
+    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[int]:
+        """Ids of sequences that may go, the first to go first; those left out are safe.
+
+        `sequences` comes in the order of last access, longest ago first. Called while the pool is locked.
+        """
+
+
+class LRUEviction:
+    """Lower priority goes first; of equal ones what was not accessed for the longest time."""
+
+    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[int]:
+        ranked = sorted(sequences, key=lambda sequence: (sequence.priority, sequence.last_access_time))
+        return [sequence.sequence_id for sequence in ranked]
+
+
+class Victims:
+    """Chooses and evicts sequences.
+
+    Args:
+        policy: None for the LRU policy; then only `GPUKVPool.evict` evicts.
+        on_evicted: called with a sequence's id and its block ids before it loses them.
+
+    Attributes:
+        has_policy: a policy was given.
+        num_evicted: sequences that were evicted so far.
+        together: sequences of one batch, none of which is evicted for another.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        policy: EvictionPolicy | None,
+        on_evicted: Callable[[int, list[int]], object] | None,
+    ) -> None:
         self._holdings = holdings
+        self.has_policy = policy is not None
         self._policy = LRUEviction() if policy is None else policy
+        self._on_evicted = on_evicted
+        self.num_evicted = 0
         self.together: frozenset[int] = frozenset()
 
     def rank(self, priority: int, sequence_id: int | None) -> list[Holder]:
@@ -40,49 +91,39 @@ class Victims:
         ranked = dict.fromkeys(self._policy.rank(candidates))
         return [holdings.holders[victim] for victim in ranked if victim in allowed]
 
-    def choose(self, priority: int, sequence_id: int | None, num_blocks: int) -> list[Holder] | None:
-        """The first in the policy's order that free so many blocks together; None if all do not."""
-        victims: list[Holder] = []
-        left: dict[KVCacheBlock, int] = {}
-        num_freed = 0
-        if num_blocks <= 0:
-            return victims
-        for holder in self.rank(priority, sequence_id):
-            victims.append(holder)
-            num_freed += len(count_freed(holder, left))
-            if num_freed >= num_blocks:
-                return victims
-        return None
-
-    def choose_for_run(
+    def choose(
         self,
         priority: int,
         sequence_id: int | None,
         num_blocks: int,
-        num_available: int,
-        placement: Placement,
+        has_run: Callable[[list[int]], bool] | None = None,
     ) -> list[Holder] | None:
-        """The fewest, in the policy's order, that leave a run of so many; None if all do not."""
+        """The first in the policy's order that free `num_blocks` together; None if all do not.
+
+        Args:
+            has_run: called with the ids that would be free; False: more sequences have to go.
+        """
         victims: list[Holder] = []
-        freed: list[int] = []
+        freed_ids: list[int] = []
         left: dict[KVCacheBlock, int] = {}
+        if num_blocks <= 0 and has_run is None:
+            return victims
         for holder in self.rank(priority, sequence_id):
             victims.append(holder)
-            freed += [block.block_id for block in count_freed(holder, left)]
-            if num_blocks <= num_available + len(freed) and placement.has_run(num_blocks, freed):
+            for position, block in enumerate(holder.blocks):
+                left[block] = left.get(block, block.ref_cnt) - 1
+                if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
+                    freed_ids.append(block.block_id)
+            if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
                 return victims
         return None
 
-
-def count_freed(holder: Holder, left: dict[KVCacheBlock, int]) -> list[KVCacheBlock]:
-    """The blocks that become free when this sequence goes after those that went before it.
-
-    Args:
-        left: references that would be left of blocks after those; brought up to date.
-    """
-    freed = []
-    for block in holder.blocks:
-        left[block] = left.get(block, block.ref_cnt) - 1
-        if left[block] == 0:
-            freed.append(block)
-    return freed
+    def evict(self, victims: Sequence[Holder]) -> list[int]:
+        """Take all their blocks from these sequences, one after the other; their ids."""
+        for holder in victims:
+            if self._on_evicted is not None:
+                self._on_evicted(holder.sequence_id, [block.block_id for block in holder.blocks])
+            blocks = list(holder.blocks)
+            self._holdings.drop(blocks, {holder: blocks})
+            self.num_evicted += 1
+        return [holder.sequence_id for holder in victims]

@@ -15,7 +15,7 @@ from kv_pool.cli.progress import make_progress_bar
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.error_names import ERRORS_BY_NAME
-from kv_pool.errors import InvalidArgumentError, MigrationCancelledError, MigrationError
+from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.replay.capacity import parse_rate
 
@@ -26,7 +26,9 @@ def migrate(
     sequence_id: Annotated[
         str,
         typer.Option(
-            metavar="N|newest", help="Which sequence; see kv-pool sequences. The newest has the highest id."
+            metavar="ID|newest",
+            help="Which sequence, or request; see kv-pool sequences. The newest has the highest id, or was "
+            "admitted last.",
         ),
     ],
     target_node: Annotated[str, typer.Option(metavar="NAME", help="Where to; see kv-pool peers.")],
@@ -55,13 +57,11 @@ def migrate(
     _show(status, json)
 
 
-def parse_sequence_id(text: str) -> int | None:
-    """The number; None for `newest`. Raises InvalidArgumentError for anything else."""
+def parse_sequence_id(text: str) -> int | str | None:
+    """Return a sequence's number or a request's id; None for `newest`."""
     if text == "newest":
         return None
-    if not (text.isascii() and text.isdigit()):
-        raise InvalidArgumentError(f"{text!r} is no sequence; give its number, or newest")
-    return int(text)
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:

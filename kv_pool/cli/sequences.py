@@ -1,29 +1,79 @@
-"""`kv-pool sequences`: what a running pool's blocks are held by."""
+"""`kv-pool sequences`: which sequences and holds have the blocks of a running pool."""
 
+from typing import Annotated
+
+import typer
 from rich import box
 from rich.table import Table
 
 from kv_pool.cli.console import print_json, print_table
 from kv_pool.cli.control_options import Json, Node, Socket
+from kv_pool.cli.foreign_text import make_cell
 from kv_pool.control.client import ControlClient
+from kv_pool.reports.holds import HoldList
+from kv_pool.reports.sequences import SequenceList
 
 
-def sequences(socket: Socket = None, node: Node = None, json: Json = False) -> None:
-    """List the sequences of a running pool, those first that nobody has used for longest."""
+def sequences(
+    holds: Annotated[
+        bool, typer.Option("--holds", help="List what holds blocks in place instead, and since when.")
+    ] = False,
+    block: Annotated[
+        int | None, typer.Option(metavar="ID", help="List what holds this block instead.", min=1)
+    ] = None,
+    socket: Socket = None,
+    node: Node = None,
+    json: Json = False,
+) -> None:
+    """List the sequences of a running pool, or the requests, least recently used first.
+
+    The requests of a KVCacheManager are listed in the order of their admission.
+    """
     with ControlClient(socket, node=node) as client:
-        found = client.list_sequences()
+        found: SequenceList | HoldList
+        found = client.list_holds(block) if holds or block is not None else client.list_sequences()
     if json:
         print_json(found)
-        return
+    elif isinstance(found, HoldList):
+        _print_holds(found)
+    else:
+        _print_sequences(found)
+
+
+def _print_sequences(found: SequenceList) -> None:
+    listed = found.sequences
+    columns = {
+        "sequence": [str(one.sequence_id) for one in listed],
+        "blocks": [f"{one.num_blocks:,}" for one in listed],
+        "held in place": [f"{one.num_fixed_blocks:,}" if one.num_fixed_blocks else "" for one in listed],
+        "tokens": ["" if one.num_tokens is None else f"{one.num_tokens:,}" for one in listed],
+        "priority": ["" if one.priority is None else str(one.priority) for one in listed],
+        "last used": ["" if one.idle_s is None else f"{one.idle_s:.1f} s ago" for one in listed],
+        "": ["migrates" if one.is_migrating else "" for one in listed],
+    }
+    known = {title: cells for title, cells in columns.items() if any(cells)} or columns
     table = Table(box=box.SIMPLE)
-    for title in ("sequence", "blocks", "priority", "last used", ""):
+    for title in known:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for sequence in found.sequences:
+    for row in zip(*known.values(), strict=True):
+        table.add_row(*map(make_cell, row))
+    print_table(table)
+
+
+def _print_holds(found: HoldList) -> None:
+    table = Table(box=box.SIMPLE)
+    for title in ("blocks", "ids", "held for", "until", "", "held as"):
+        table.add_column(title, justify="right" if title in ("blocks", "held for") else "left")
+    for hold in found.holds:
+        more = ", ..." if hold.num_blocks > len(hold.block_ids) else ""
         table.add_row(
-            str(sequence.sequence_id),
-            f"{sequence.num_blocks:,}",
-            str(sequence.priority),
-            f"{sequence.idle_s:.1f} s ago",
-            "migrates" if sequence.is_migrating else "",
+            f"{hold.num_blocks:,}",
+            ", ".join(map(str, hold.block_ids)) + more,
+            "" if hold.age_s is None else f"{hold.age_s:.1f} s",
+            "" if hold.remaining_s is None else f"in {hold.remaining_s:.1f} s",
+            "quarantined" if hold.is_quarantined else "movable" if hold.is_movable else "",
+            make_cell(hold.reason),
         )
     print_table(table)
+    if found.num_watched:
+        print(f"{found.num_watched} blocks are watched until their reuse")

@@ -100,7 +100,7 @@ def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:
 def _describe(replay: LiveReplay) -> str:
     progress = replay.get_progress()
     statistics = replay.pool.get_statistics()
-    hit_rate = statistics.hit_blocks / (statistics.looked_up_blocks or 1)
+    hit_rate = (statistics.hit_blocks or 0) / (statistics.looked_up_blocks or 1)
     return (
         f"{progress.seconds:.0f} s: {statistics.utilization:.0%} in use, {hit_rate:.1%} hits, "
         f"{statistics.fragmentation_rate:.1%} fragmented, {progress.requests_per_s:.1f} requests/s, "

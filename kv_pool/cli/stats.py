@@ -6,12 +6,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.cli import watching
 from kv_pool.cli.console import encode_json_line
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.metrics.latency import CallLatency
+from kv_pool.reports import PoolStatistics
 
 
 def stats(
@@ -44,17 +44,34 @@ def describe(statistics: PoolStatistics) -> list[str]:
         f"{s.cached_free_blocks} of them cached",
         f"Pinned Blocks: {s.pinned_blocks}",
         f"Reserved Blocks: {s.reserved_blocks}",
-        f"Sequences: {s.num_sequences}, evicted so far: {s.evicted_sequences}",
+    ]
+    if s.fixed_blocks != s.pinned_blocks:
+        lines.append(f"Held in Place: {s.fixed_blocks} of the used blocks; see kv-pool sequences --holds")
+    if s.num_sequences is not None:
+        evicted = "" if s.evicted_sequences is None else f", evicted so far: {s.evicted_sequences}"
+        lines.append(f"Sequences: {s.num_sequences}{evicted}")
+    lines += [
         f"Fragmentation Rate: {s.fragmentation_rate:.1%} (runs of {s.run_length})",
         f"Largest Free Run: {s.largest_free_run} blocks, outside of it: {s.largest_run_loss:.1%}",
         f"Moved Blocks: {s.moved_blocks}, epoch {s.epoch}",
-        f"Prefix Cache: {s.hit_blocks} of {s.looked_up_blocks} blocks hit"
-        + (f" ({s.hit_blocks / s.looked_up_blocks:.1%})" if s.looked_up_blocks else "")
-        + f", {s.evicted_blocks} evicted",
-        f"Allocation Latency: {_describe_latency(s.allocation)}",
-        f"Free Latency: {_describe_latency(s.freeing)}",
+        f"Prefix Cache: {_describe_hits(s)}{s.evicted_blocks} evicted",
     ]
+    if s.queued_events or s.taken_events is not None:
+        taken = "".join(f", {count} {kind}" for kind, count in sorted((s.taken_events or {}).items()))
+        lines.append(f"Events: {s.queued_events} queued{taken}")
+    if s.allocation is not None:
+        lines.append(f"Allocation Latency: {_describe_latency(s.allocation)}")
+    if s.freeing is not None:
+        lines.append(f"Free Latency: {_describe_latency(s.freeing)}")
     return lines
+
+
+def _describe_hits(statistics: PoolStatistics) -> str:
+    hit, looked_up = statistics.hit_blocks, statistics.looked_up_blocks
+    if hit is None or looked_up is None:
+        return ""
+    share = f" ({hit / looked_up:.1%})" if looked_up else ""
+    return f"{hit} of {looked_up} blocks hit{share}, "
 
 
 def _describe_latency(latency: CallLatency) -> str:

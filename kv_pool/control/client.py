@@ -6,13 +6,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from kv_pool.adapter.layout import PoolLayout
-from kv_pool.adapter.statistics import PoolStatistics
 from kv_pool.control.messages import (
     CancelCommand,
     Command,
     DefragCommand,
     DefragReport,
+    HoldsCommand,
     LayoutCommand,
     MigrateCommand,
     MigrationsCommand,
@@ -23,10 +22,14 @@ from kv_pool.control.messages import (
     decode_reply,
     encode_command,
 )
-from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList, TierList
+from kv_pool.control.node_reports import MigrationList, PeerList, TierList
 from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.migration.status import MigrationStatus
+from kv_pool.reports.holds import HoldList
+from kv_pool.reports.layout import PoolLayout
+from kv_pool.reports.sequences import SequenceList
+from kv_pool.reports.statistics import PoolStatistics
 
 _Result = TypeVar("_Result")
 
@@ -86,15 +89,24 @@ class ControlClient:
         return self._ask(LayoutCommand(), PoolLayout)
 
     def list_sequences(self) -> SequenceList:
-        """The sequences that hold blocks, the last one accessed last."""
+        """The sequences, or requests, that hold blocks; see `SequenceList` for their order."""
         return self._ask(SequencesCommand(), SequenceList)
+
+    def list_holds(self, block_id: int | None = None) -> HoldList:
+        """The holds on blocks, or on one block. Raises InvalidBlockError where there is no such block."""
+        return self._ask(HoldsCommand(block_id), HoldList)
 
     def list_tiers(self) -> TierList:
         """What the tiers below the pool hold, and what requests have found where."""
         return self._ask(TiersCommand(), TierList)
 
     def migrate(
-        self, sequence_id: int | None, target: str, *, is_move: bool = True, max_bytes_per_s: float = 0.0
+        self,
+        sequence_id: int | str | None,
+        target: str,
+        *,
+        is_move: bool = True,
+        max_bytes_per_s: float = 0.0,
     ) -> MigrationStatus:
         """See `LiveNode.migrate`; it has begun when this returns."""
         return self._ask(MigrateCommand(target, sequence_id, is_move, max_bytes_per_s), MigrationStatus)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_pool.adapter.layout import BlockState, PoolLayout
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.reports import BlockState, PoolLayout
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.integer[Any]]
@@ -130,11 +130,11 @@ def make_legend(layout: PoolLayout, cells: LayoutCells) -> list[LegendLine]:
 
 def describe_runs(layout: PoolLayout) -> str:
     """How long the runs of sequences are."""
+    if not any(layout.holders):
+        return "no runs of sequences"
     kinds, is_joined = _classify(layout)
     is_used = kinds >= CellKind.IN_USE
     num_runs = int(np.count_nonzero(is_used & ~is_joined))
-    if not num_runs:
-        return "no runs of sequences"
     mean_length = int(np.count_nonzero(is_used)) / num_runs
     return f"runs of sequences: {num_runs:,}, {mean_length:,.1f} blocks long on average"
 

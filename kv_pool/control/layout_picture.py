@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_pool.adapter.layout import PoolLayout
 from kv_pool.control.layout_cells import (
     COLOURS,
     CellKind,
@@ -19,6 +18,7 @@ from kv_pool.control.layout_cells import (
 )
 from kv_pool.errors import DrawingError
 from kv_pool.replay.output_file import find_drawing_obstacle
+from kv_pool.reports import PoolLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from kv_pool.adapter.layout import PoolLayout
 from kv_pool.control.layout_cells import (
     COLOURS,
     CellKind,
@@ -19,6 +18,7 @@ from kv_pool.control.layout_cells import (
     make_cells,
     make_legend,
 )
+from kv_pool.reports import PoolLayout
 
 _PAINT = dict.fromkeys(CellKind, "█")
 # Dots are scattered, lines are runs; the more ink, the more is in the block.

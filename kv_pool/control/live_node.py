@@ -7,9 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.adapter.pool_sequences import PoolSequences
+from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
 from kv_pool.control.node_secret import find_secret
 from kv_pool.control.serve_settings import ServeSettings
@@ -28,6 +30,7 @@ from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.migration.sequence_owner import SequenceOwner
+from kv_pool.migration.sequences import Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
@@ -43,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class LiveNode:
-    """A pool as a node: its migrator, the nodes that it knows, and how near they are.
+    """A pool, or a manager, as a node: its migrator, the nodes that it knows, and how near they are.
 
         with LiveNode(pool, ServeSettings(name="a")) as node:
             node.migrate(7, "b")
@@ -60,10 +63,10 @@ class LiveNode:
 
     def __init__(
         self,
-        pool: GPUKVPool,
+        pool: GPUKVPool | ControlledManager,
         settings: ServeSettings,
         *,
-        owner: SequenceOwner[int] | None = None,
+        owner: SequenceOwner[Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if settings.name is None:
@@ -76,7 +79,9 @@ class LiveNode:
             known = parse_peer(text)
             peers.add(known.name, known.address)
         secret = find_secret(settings.secret_file)
-        site = PoolSite(PoolSequences(pool), owner=owner)
+        sequences: Sequences = PoolSequences(pool) if isinstance(pool, GPUKVPool) else pool.get_sequences()
+        site = PoolSite(sequences, owner=owner)
+        self._site = site
         self._locations: dict[str, NodeLocation] = {}
         self._registry = NodeRegistry(clock)
         self.migrator = Migrator(
@@ -115,29 +120,36 @@ class LiveNode:
         self._stack.close()
 
     def migrate(
-        self, sequence_id: int | None, target: str, *, is_move: bool = True, max_bytes_per_s: float = 0.0
+        self,
+        sequence_id: int | str | None,
+        target: str,
+        *,
+        is_move: bool = True,
+        max_bytes_per_s: float = 0.0,
     ) -> MigrationStatus:
         """Begin to migrate a sequence, after asking the target whether it has room.
 
         Args:
-            sequence_id: None for the newest one, that with the highest id.
+            sequence_id: None for the newest: the highest id; of requests, the one admitted last.
         Raises:
             UnknownSequenceError: it holds no blocks; names some that do.
             PoolExhaustedError: the target has no room for it.
             PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target can not have it.
             In all cases nothing has changed. Waits for the target's answer.
         """
+        held = {one.sequence_id: one.num_blocks for one in self.pool.describe_sequences().sequences}
+        ids = list(held)
         if sequence_id is None:
-            sequence_id = max(self.pool.list_sequences(), default=None)
-            if sequence_id is None:
+            if not ids:
                 raise UnknownSequenceError(f"no sequence holds blocks on node {self.migrator.name}")
-        num_blocks = len(self.pool.blocks_of(sequence_id))
+            sequence_id = max((one for one in ids if isinstance(one, int)), default=ids[-1])
+        sequence_id = self._site.sequences.as_id(sequence_id)
+        num_blocks = held.get(sequence_id, 0)
         if not num_blocks:
-            known = [str(known) for known in self.pool.list_sequences()]
-            more = f" and {len(known) - _SHOWN_IDS} more" if len(known) > _SHOWN_IDS else ""
+            more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
             raise UnknownSequenceError(
                 f"sequence {sequence_id} holds no blocks on node {self.migrator.name}; these do: "
-                f"{', '.join(known[-_SHOWN_IDS:]) or 'none'}{more}"
+                f"{', '.join(map(str, ids[-_SHOWN_IDS:])) or 'none'}{more}"
             )
         there = self._ask(target)
         self.migrator.site.layout.check_same(there.layout, f"node {target!r}")

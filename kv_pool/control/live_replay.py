@@ -10,7 +10,7 @@ from zlib import crc32
 import msgspec
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.pressure import LRUEviction
+from kv_pool.adapter.victims import LRUEviction
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control.block_contents import BlockContents
 from kv_pool.control.live_tiers import LiveTiers

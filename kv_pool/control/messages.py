@@ -6,6 +6,7 @@
 | `{"command": "defrag"}` | `max_moves`, `max_evictions` | `DefragReport` |
 | `{"command": "layout"}` | | `PoolLayout` |
 | `{"command": "sequences"}` | | `SequenceList` |
+| `{"command": "holds"}` | `block_id` | `HoldList` |
 | `{"command": "migrate"}` | `sequence_id`, `target`, `is_move`, `max_bytes_per_s` | `MigrationStatus` |
 | `{"command": "migrations"}` | `migration_id` | `MigrationList` |
 | `{"command": "cancel"}` | `migration_id` | `MigrationStatus` |
@@ -20,13 +21,15 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kv_pool.adapter.layout import PoolLayout
-from kv_pool.adapter.statistics import PoolStatistics
-from kv_pool.control.node_reports import MigrationList, PeerList, SequenceList, TierList
+from kv_pool.control.node_reports import MigrationList, PeerList, TierList
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.migration.status import MigrationStatus
+from kv_pool.reports.holds import HoldList
+from kv_pool.reports.layout import PoolLayout
+from kv_pool.reports.sequences import SequenceList
+from kv_pool.reports.statistics import PoolStatistics
 
 MAX_COMMAND_BYTES = 4096
 
@@ -58,13 +61,19 @@ class SequencesCommand(
     """Asks for the sequences that hold blocks."""
 
 
+class HoldsCommand(msgspec.Struct, frozen=True, tag_field="command", tag="holds", forbid_unknown_fields=True):
+    """Asks which holds keep blocks, or one block, in place."""
+
+    block_id: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
 class MigrateCommand(
     msgspec.Struct, frozen=True, tag_field="command", tag="migrate", forbid_unknown_fields=True
 ):
     """Has a migration begun; see `LiveNode.migrate`. Not waited for: ask with `MigrationsCommand`."""
 
     target: str
-    sequence_id: int | None = None
+    sequence_id: int | str | None = None
     is_move: bool = True
     max_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
@@ -94,12 +103,21 @@ class TiersCommand(msgspec.Struct, frozen=True, tag_field="command", tag="tiers"
 
 
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
-Command = StatsCommand | DefragCommand | LayoutCommand | SequencesCommand | TiersCommand | NodeCommand
+Command = (
+    StatsCommand
+    | DefragCommand
+    | LayoutCommand
+    | SequencesCommand
+    | HoldsCommand
+    | TiersCommand
+    | NodeCommand
+)
 COMMAND_NAMES = (
     "stats",
     "defrag",
     "layout",
     "sequences",
+    "holds",
     "tiers",
     "migrate",
     "migrations",
@@ -131,6 +149,7 @@ Result = (
     | DefragReport
     | PoolLayout
     | SequenceList
+    | HoldList
     | MigrationStatus
     | MigrationList
     | PeerList

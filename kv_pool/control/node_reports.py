@@ -1,4 +1,4 @@
-"""What a node says of its peers, sequences and migrations over the control socket."""
+"""What a node says of its peers, migrations and tiers over the control socket."""
 
 import msgspec
 
@@ -50,24 +50,3 @@ class TierList(msgspec.Struct, frozen=True):
     hit_blocks: dict[str, int]
     tiers: list[TierStatistics]
     num_dropped: int = 0
-
-
-class SequenceReport(msgspec.Struct, frozen=True):
-    """A sequence of a pool.
-
-    Attributes:
-        idle_s: since its last access.
-        is_migrating: a migration has it at the moment.
-    """
-
-    sequence_id: int
-    num_blocks: int
-    priority: int
-    idle_s: float
-    is_migrating: bool
-
-
-class SequenceList(msgspec.Struct, frozen=True):
-    """The sequences of a pool that hold blocks, the last one accessed last."""
-
-    sequences: list[SequenceReport]

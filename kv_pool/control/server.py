@@ -13,13 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.control.controlled_pool import ControlledPool
 from kv_pool.control.messages import (
     MAX_COMMAND_BYTES,
     CancelCommand,
     Command,
     DefragCommand,
     DefragReport,
+    HoldsCommand,
     MigrateCommand,
     MigrationsCommand,
     NodeCommand,
@@ -31,11 +32,12 @@ from kv_pool.control.messages import (
     encode_error,
     encode_result,
 )
-from kv_pool.control.node_reports import SequenceList, SequenceReport, TierList
+from kv_pool.control.node_reports import TierList
 from kv_pool.control.socket_lock import lock_socket
 from kv_pool.control.socket_path import make_folder, resolve_path
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.migration.workers import Workers
+from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.threads import start_thread
 
 if TYPE_CHECKING:
@@ -51,9 +53,12 @@ class ControlServer:
             engine.run()
 
     Args:
+        pool: a `GPUKVPool`, a `ControlledManager`, or another `ControlledPool`.
         path: of the socket; None for `socket_path.get_default_path()`, with the node's name in it if there is
             a node.
         node: the pool as a node, for `kv-pool migrate` and `peers`; it runs. None: the pool is none.
+        node_name: for the default path, where the pool is no node.
+        why_no_node: completes the refusal of `kv-pool migrate` where the pool is no node.
         tiers: says what `kv-pool tiers` shows, such as `LiveTiers.get_report`; None: the pool has no tiers.
         guard: entered around each command that is about the pool. A lock that the engine holds during its
             step, where a compaction must not come between its reading block ids and its using them.
@@ -72,17 +77,20 @@ class ControlServer:
 
     def __init__(
         self,
-        pool: GPUKVPool,
+        pool: ControlledPool,
         path: str | Path | None = None,
         *,
         node: "LiveNode | None" = None,
+        node_name: str | None = None,
+        why_no_node: str = "start it with kv-pool serve --name, or give ControlServer a LiveNode",
         tiers: Callable[[], TierList] | None = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
     ) -> None:
         self.pool = pool
-        self.path = resolve_path(path, None if node is None else node.migrator.name)
+        self.path = resolve_path(path, node_name if node is None else node.migrator.name)
+        self._why_no_node = why_no_node
         self._node = node
         self._tiers = tiers
         self._guard = nullcontext() if guard is None else guard
@@ -141,7 +149,8 @@ class ControlServer:
             return
         self._remove_socket()
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # in which the last reference to a pool may end
+            self._thread.join()
         self._thread = None
 
     # ---- the socket ------------------------------------------------------------------------------
@@ -277,7 +286,7 @@ class ControlServer:
         node = self._node
         if node is None:
             raise ControlError(
-                f"the pool at {self.path} is no node, so nothing migrates: start it with kv-pool serve --name"
+                f"the pool at {self.path} is no node, so nothing migrates: {self._why_no_node}"
             )
         match command:
             case MigrateCommand():
@@ -297,7 +306,12 @@ class ControlServer:
     def _carry_out(self, command: Command) -> Result:
         match command:
             case SequencesCommand():
-                return list_sequences(self.pool)
+                return self.pool.describe_sequences()
+            case HoldsCommand():
+                with self.pool.lock:
+                    if command.block_id is None:
+                        return list_holds(self.pool.block_pool)
+                    return explain_block(self.pool.block_pool, command.block_id)
             case TiersCommand():
                 if self._tiers is None:
                     raise ControlError(
@@ -314,7 +328,7 @@ class ControlServer:
 
 
 def defragment(
-    pool: GPUKVPool,
+    pool: ControlledPool,
     max_moves: int | None,
     max_evictions: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -325,21 +339,3 @@ def defragment(
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
     elapsed = clock() - started
     return DefragReport(moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length)
-
-
-def list_sequences(pool: GPUKVPool) -> SequenceList:
-    """The sequences that hold blocks, the last one accessed last."""
-    with pool.lock:
-        now = pool.get_time()
-        return SequenceList(
-            [
-                SequenceReport(
-                    holder.sequence_id,
-                    len(holder.blocks),
-                    holder.priority,
-                    now - holder.last_access_time,
-                    holder.sequence_id in pool.holdings.barred,
-                )
-                for holder in pool.holdings.holders.values()
-            ]
-        )

@@ -36,6 +36,10 @@ class BlockCopies:
         self._num_targets[source] = num_targets
         self._source_of[target] = source
 
+    def list_sources(self) -> list[KVCacheBlock]:
+        """The sources of the copies to be made; a block once for each copy."""
+        return list(self._source_of.values())
+
     def count_targets(self, source: KVCacheBlock) -> int:
         """How many copies are to be made of this block: so many of its references are not a request's.
 

@@ -1,5 +1,6 @@
 """Random calls on the pool and on a slow model of lists; everything is checked after every step."""
 
+import itertools
 import random
 
 import pytest
@@ -12,27 +13,50 @@ from kv_pool import (
     PinnedBlockError,
     PoolExhaustedError,
 )
+from kv_pool.core.eviction_order import DEFAULT_BAND
+from kv_pool.manager.retention.placed_claims import find_band
 from kv_pool.storage.copy_cpu import copy_on_cpu
 
 NUM_BLOCKS = 24
 NUM_STEPS = 150
 SEEDS = range(40)
+STRENGTHS = (0, 65, 95)
+"""What blocks of sequences of priority 0, 1, 2 are worth as directives count it; 0 for no directive."""
+NAMES = ["allocate"] * 4 + [
+    "free",
+    "free_sequence",
+    "fork",
+    "cache",
+    "cache",
+    "claim",
+    "pin",
+    "unpin",
+    "defragment",
+]
 
 
 class SlowPool:
-    """Sequences as lists of contents: a block is the number that is written in it, nothing else."""
+    """Sequences as lists of contents: a block is the number that is written in it, nothing else.
+
+    What is cached is a number, too, under a hash of its own; it is worth what the most important sequence
+    that dropped it makes it worth.
+    """
 
     def __init__(self, pool):
         self.pool = pool
         self.contents = {}  # sequence id -> numbers in its blocks
+        self.priorities = {}  # sequence id -> the highest of its requests
         self.pins = {}  # number -> count
+        self.hashes = {}  # number -> hash, while the block is cached
+        self.worth = {}  # hash -> strength of the strongest claim
+        self.chains = []  # the hashes of what was cached of a sequence
         self.next_number = 0
 
     def add(self, sequence_id, ids):
         held = self.contents.setdefault(sequence_id, [])
         for block_id in ids:
             self.next_number = (self.next_number + 1) % 256
-            while self.next_number in self.list_numbers():
+            while self.next_number in self.list_numbers() | self.hashes.keys():
                 self.next_number = (self.next_number + 1) % 256
             write(self.pool, block_id, self.next_number)
             held.append(self.next_number)
@@ -40,10 +64,44 @@ class SlowPool:
     def list_numbers(self):
         return {number for held in self.contents.values() for number in held}
 
+    def raise_priority(self, sequence_id, priority):
+        self.priorities[sequence_id] = max(self.priorities.get(sequence_id, 0), priority)
+
+    def cache(self, sequence_id, count):
+        chain = []
+        for number in self.contents[sequence_id][:count]:
+            chain.append(self.hashes.setdefault(number, b"%d of %d" % (len(self.chains), number)))
+        self.chains.append(chain)
+        return chain
+
+    def claim(self, sequence_id, chain):
+        """Let a new sequence begin with as much of the chain as is cached."""
+        numbers = {block_hash: number for number, block_hash in self.hashes.items()}
+        hits = [numbers[block_hash] for block_hash in itertools.takewhile(numbers.__contains__, chain)]
+        if hits:
+            self.contents[sequence_id] = hits
+        return hits
+
+    def note_reuse(self):
+        """Forget what is not cached any more; the pool may evict free blocks only."""
+        cached = {block.block_hash[:-4] for block in self.pool.block_pool.blocks if block.block_hash}
+        for number, block_hash in list(self.hashes.items()):
+            if block_hash not in cached:
+                assert number not in self.list_numbers()
+                del self.hashes[number]
+                self.worth.pop(block_hash, None)
+
     def remove(self, sequence_id, numbers):
+        strength = STRENGTHS[self.priorities[sequence_id]]
+        for block_hash in (self.hashes[number] for number in numbers if number in self.hashes and strength):
+            self.worth[block_hash] = max(self.worth.get(block_hash, 0), strength)
         self.contents[sequence_id] = [held for held in self.contents[sequence_id] if held not in numbers]
         if not self.contents[sequence_id]:
             del self.contents[sequence_id]
+            del self.priorities[sequence_id]
+
+    def remove_all(self, sequence_id):
+        self.remove(sequence_id, set(self.contents[sequence_id]))
 
     def count_holders(self, number):
         return sum(number in held for held in self.contents.values())
@@ -54,6 +112,21 @@ class SlowPool:
             assert read(self.pool, sequence_id) == numbers
         assert self.pool.get_free_blocks() == NUM_BLOCKS - len(self.list_numbers())
         assert self.pool.num_pinned_blocks == len(self.pins)
+        bands = {
+            block.block_hash[:-4]: band
+            for band, blocks in self.pool.block_pool.eviction_order.list_bands()
+            for block in blocks
+            if block.block_hash
+        }
+        if self.pool.block_pool.eviction_order.is_open:
+            free = {
+                block_hash for number, block_hash in self.hashes.items() if number not in self.list_numbers()
+            }
+            assert bands == {
+                one: find_band(self.worth[one]) if one in self.worth else DEFAULT_BAND for one in free
+            }
+        else:
+            assert not self.worth
 
 
 class FlakyCopy:
@@ -84,7 +157,7 @@ def test_the_pool_is_the_slow_pool(seed):
     )
     model = SlowPool(pool)
     for _ in range(NUM_STEPS):
-        name = draw.choice(["allocate"] * 4 + ["free", "free_sequence", "fork", "pin", "unpin", "defragment"])
+        name = draw.choice(NAMES)
         sequence_id = draw.choice([*model.contents, draw.randrange(8)])
         held = pool.blocks_of(sequence_id)
         numbers = list(model.contents.get(sequence_id, []))
@@ -93,19 +166,22 @@ def test_the_pool_is_the_slow_pool(seed):
         try:
             if name == "allocate":
                 num_blocks = draw.randint(1, 7)
+                priority = draw.choice([0, 0, 1, 2])
                 ids = take(
                     pool,
                     sequence_id,
                     num_blocks,
-                    priority=draw.choice([0, 0, 1, 2]),
+                    priority=priority,
                     contiguous=draw.choice(["require", "prefer", "no"]),
                     max_moves=draw.choice([None, 0, 2]),
                 )
                 assert len(ids) == num_blocks
                 assert sequence_id not in evicted
                 for victim in evicted:
-                    del model.contents[victim]
+                    model.remove_all(victim)
                 copy.fails = False
+                model.note_reuse()
+                model.raise_priority(sequence_id, priority)
                 model.add(sequence_id, ids)
             elif name == "free":
                 pool.free([held[at] for at in chosen], sequence_id=sequence_id if held else None)
@@ -113,11 +189,21 @@ def test_the_pool_is_the_slow_pool(seed):
                     model.remove(sequence_id, {numbers[at] for at in chosen})
             elif name == "free_sequence" and held:
                 pool.free_sequence(sequence_id)
-                del model.contents[sequence_id]
+                model.remove_all(sequence_id)
             elif name == "fork" and held and 9 not in model.contents:
                 pool.fork(sequence_id, 9, len(chosen))
                 if chosen:
                     model.contents[9] = numbers[: len(chosen)]
+                    model.raise_priority(9, model.priorities[sequence_id])
+            elif name == "cache" and held:
+                pool.cache_prefix(sequence_id, model.cache(sequence_id, len(chosen)))
+            elif name == "claim" and not held and model.chains:
+                chain = draw.choice(model.chains)
+                priority = draw.choice([0, 1, 2])
+                hits = model.claim(sequence_id, chain)
+                assert len(pool.claim_prefix(sequence_id, chain, priority)) == len(hits)
+                if hits:
+                    model.raise_priority(sequence_id, priority)
             elif name == "pin":
                 pool.pin([held[at] for at in chosen])
                 for at in chosen:
@@ -136,11 +222,12 @@ def test_the_pool_is_the_slow_pool(seed):
             assert not evicted
         except CopyFailedError:
             for victim in evicted:
-                del model.contents[victim]
+                model.remove_all(victim)
         except PinLimitError:
             assert len(model.pins) + len(chosen) > 6
             assert name == "pin"
         evicted.clear()
         copy.fails = False
         check(pool)
+        model.note_reuse()
         model.compare()

@@ -47,6 +47,7 @@ class Life:
         self.keyed = set()  # all of those
         self.pins = {}  # number -> [times pinned, id]
         self.in_flight = {}  # block taken behind the pool's back -> (id, number)
+        self.holds = {}  # the holds on these
         self.waited_for = {}  # block whose reuse is waited for -> (id, number)
         self.by_id = {}  # sequence -> ids, as somebody keeps them who hears of moves only
         self.num_sequences = 0
@@ -241,12 +242,14 @@ class Life:
         count = min(self.rng.randint(1, 2), pool.get_num_free_blocks(), MAX_IN_FLIGHT - len(self.in_flight))
         for block in pool.get_new_blocks(count):
             self.in_flight[block] = (block.block_id, self.write(block.block_id))
+            self.holds[block] = pool.hold([block], "in flight")
 
     def land(self):
         """They give a block back, or give it back and still read it until it is reused."""
         if self.in_flight:
             block = self.rng.choice(list(self.in_flight))
             place = self.in_flight.pop(block)
+            self.holds.pop(block).release()
             if self.rng.random() < 0.5:
                 self.pool.block_pool.free_blocks([block])
             else:

@@ -10,6 +10,7 @@ from interrupting import alarm_that_raises, interrupt_everywhere, interrupt_twic
 
 from kv_pool import BlockAllocationRequest, LRUEviction
 from kv_pool.errors import KVPoolError
+from kv_pool.manager.retention.directive import RetentionDirective
 
 HASHES = [b"hash %d" % number for number in range(4)]
 
@@ -27,6 +28,11 @@ def make_busy(**options):
     take(pool, 3, 2, priority=2)
     pool.cache_prefix(3, [b"urgent"])
     pool.free_sequence(3)
+    take(pool, 9, 1)
+    pool.cache_prefix(9, [b"kept"])
+    pool.retention.set_directives("9", [RetentionDirective(0, 4, pin=True)])
+    pool.free_sequence(9)
+    pool.retention.set_directives("2", [RetentionDirective(4, priority=80, duration_s=100.0)])
     take(pool, 4, 3)
     pool.pin(pool.blocks_of(4)[:1])
     take(pool, 5, 2)
@@ -51,6 +57,8 @@ CALLS = {
     "free": lambda pool: pool.free(pool.blocks_of(1)[1:]),
     "free, by one": lambda pool: pool.free(pool.blocks_of(2)[1:], 2),
     "free_sequence": lambda pool: pool.free_sequence(1),
+    "free_sequence, directives": lambda pool: pool.free_sequence(2),
+    "claim_prefix, kept": lambda pool: pool.claim_prefix(8, [b"kept"]),
     "evict": lambda pool: pool.evict(4),
     "pin": lambda pool: pool.pin([*pool.blocks_of(1), pool.blocks_of(4)[0]]),
     "unpin": lambda pool: pool.unpin(pool.blocks_of(4)[:1]),

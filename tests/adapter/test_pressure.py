@@ -135,7 +135,7 @@ def test_a_hook_makes_room_on_another_device():
     pool.connect(other)
     take(pool, 4, 2)
     assert asked == [(4, 2)]
-    assert (pool.blocks_of(1), other.blocks_of(1)) == ([], [1, 2, 3])
+    assert (pool.blocks_of(1), other.blocks_of(1)) == ([], [4, 5, 6])
     check(pool)
     check(other)
 

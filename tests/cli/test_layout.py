@@ -5,8 +5,8 @@ import pytest
 from cli.kv_pool_command import kv_pool_command
 from control.made_layout import make_sixteen
 
-from kv_pool.adapter import PoolLayout
 from kv_pool.control.server import ControlServer
+from kv_pool.reports import PoolLayout
 
 
 @pytest.fixture

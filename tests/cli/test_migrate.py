@@ -149,7 +149,7 @@ def test_what_can_not_migrate_is_one_line_and_status_2(folder):
                 (f"{sequence_id} e", "block_bytes is 4096 here and 512 there"),
                 (f"{sequence_id} a", "no node 'a' is known"),
                 ("7 d", f"sequence 7 holds no blocks on node a; these do: {sequence_id}"),
-                ("x d", "'x' is no sequence; give its number, or newest"),
+                ("x d", "'x' is no sequence of a GPUKVPool; give its number, or newest"),
                 (f"{sequence_id} d --max-rate fast", "'fast' is no rate; write it as 100MB/s"),
                 (f"{sequence_id} d --socket here.sock", "give either --socket or --node, not both"),
             ):

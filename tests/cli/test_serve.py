@@ -14,7 +14,6 @@ from cli.kv_pool_command import kv_pool_command
 from cli.serving import serving
 from replay.made_trace import record, write_trace
 
-from kv_pool.adapter.layout import BlockState
 from kv_pool.cli.publishing import open_publisher
 from kv_pool.control import ControlClient, ControlServer
 from kv_pool.events.config import PublisherConfig
@@ -22,6 +21,7 @@ from kv_pool.events.following import apply_item
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
+from kv_pool.reports import BlockState
 
 SMALL = ("trace.jsonl", "--blocks", "40", "--block-size", "8", "--trace-block-size", "8")
 

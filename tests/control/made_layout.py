@@ -2,7 +2,7 @@
 
 from adapter.made_pool import make, take
 
-from kv_pool.adapter.layout import BlockState, PoolLayout
+from kv_pool.reports import BlockState, PoolLayout
 
 STATES = {
     "0": BlockState.NULL,

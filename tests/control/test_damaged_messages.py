@@ -20,8 +20,8 @@ from kv_pool.control.messages import (
     encode_error,
     encode_result,
 )
-from kv_pool.control.node_reports import SequenceList, SequenceReport
 from kv_pool.errors import ControlError, InvalidArgumentError
+from kv_pool.reports import SequenceList, SequenceReport
 
 COMMANDS = [DefragCommand(3, 4), MigrateCommand("b", 7, True, 2.0), CancelCommand("ab"), SequencesCommand()]
 REPLIES = [

@@ -8,7 +8,7 @@ from lives.node import Node, count_filled
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.adapter.pool_sequences import PoolSequences
-from kv_pool.adapter.pressure import LRUEviction
+from kv_pool.adapter.victims import LRUEviction
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
     CopyFailedError,

@@ -27,6 +27,9 @@ def register() -> None:
     when it is unset), nor where vLLM's version is not in `CHECKED_VERSIONS`, unless KV_POOL_VLLM_FORCE is 1,
     nor where it is too late; the last two are logged as warnings. All or nothing, and a second call changes
     nothing.
+
+    With KV_POOL_VLLM_CONTROL set to 1, or to the path of a socket, each pool opens a control socket: see
+    `pool_control`.
     """
     if "kv_pool" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         logger.debug("kv_pool is installed but not asked for: VLLM_PLUGINS does not name it")
@@ -75,11 +78,16 @@ def _find_replacements() -> dict[type, type]:
     """Ours by vLLM's, for what has not been replaced yet."""
     from kv_pool.integrations.vllm import pool_classes
 
+    new_classes = vars(pool_classes)
+    if os.environ.get("KV_POOL_VLLM_CONTROL", "0") not in ("", "0"):
+        from kv_pool.integrations.vllm.controlled_block_pool import ControlledBlockPool
+
+        new_classes = {**new_classes, "BlockPool": ControlledBlockPool}
     replacements: dict[type, type] = {}
     for module_name, names in REPLACED.items():
         module = importlib.import_module(module_name)
         for name in names:
-            theirs, ours = getattr(module, name), getattr(pool_classes, name)
+            theirs, ours = getattr(module, name), new_classes[name]
             if theirs is not ours:
                 replacements[theirs] = ours
     return replacements

@@ -102,10 +102,11 @@ def test_pinned_blocks_stay_where_they_are():
     check(pool)
 
 
-def test_what_is_in_flight_stays_where_it_is():
+def test_what_is_held_or_watched_stays_where_it_is():
     pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
     below = pool.block_pool
     [taken] = below.get_new_blocks(1)
+    hold = below.hold([taken], "written by a transfer")
     read = below.blocks[pool.blocks_of(5)[0]]
     below.touch([read])
     below.unpin_blocks([read], lambda block: None)
@@ -114,7 +115,20 @@ def test_what_is_in_flight_stays_where_it_is():
     assert len(take(pool, 6, 3, contiguous="require")) == 3
     assert (taken.block_id, read.block_id) == places
     below.free_blocks([taken])
+    hold.release()
     check(pool)
+
+
+def test_a_block_that_was_taken_underneath_and_is_not_held_moves_with_its_holder():
+    pool = make_scattered(storage=make_storage())
+    [taken] = pool.block_pool.get_new_blocks(1)
+    pool.storage.write_block(taken.block_id, b"7" * pool.block_bytes)
+    pool.free_sequence(1)
+    place = taken.block_id
+    assert pool.defragment() > 0
+    assert taken.block_id != place
+    assert bytes(pool.storage.read_block(taken.block_id)) == b"7" * pool.block_bytes
+    check(pool, [taken])
 
 
 def test_defragment_brings_blocks_together_with_their_bytes():

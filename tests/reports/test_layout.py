@@ -9,7 +9,7 @@ import pytest
 from adapter.made_pool import check, make, make_scattered, take
 
 from kv_pool import KVPoolError, LRUEviction
-from kv_pool.adapter import BlockState, PoolLayout
+from kv_pool.reports import BlockState, PoolLayout
 
 LETTERS = "0.*#P"
 """In the order of `BlockState`: null, empty, cached, in use, pinned."""
@@ -92,7 +92,7 @@ def test_a_block_that_was_taken_underneath_is_in_use_and_held_by_no_sequence():
     assert layout.holders == bytes(3)
 
 
-def test_free_blocks_that_somebody_watches_are_cached():
+def test_watched_blocks_are_cached_while_free_and_stay_in_place_while_in_use():
     pool = make(3)
     watched = pool.block_pool.get_new_blocks(2)
     pool.block_pool.unpin_blocks(watched, lambda block: None)

@@ -1,29 +1,15 @@
 """`PoolLayout`: what every block of a pool is at one moment, and which blocks make a run of one sequence."""
 
 from collections.abc import Collection, Sequence
-from enum import IntEnum
 from itertools import chain
 from operator import attrgetter
 
 import msgspec
 
 from kv_pool.contiguous.fragmentation import get_unusable_share
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
-from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-
-
-class BlockState(IntEnum):
-    """What a block is. Empty and cached blocks are free.
-
-    PINNED blocks are in use and keep their ids: pinned by the user, or held by a transfer or an open plan.
-    """
-
-    NULL = 0
-    EMPTY = 1
-    CACHED = 2
-    IN_USE = 3
-    PINNED = 4
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.reports.block_states import BlockState, list_free_runs, read_states
 
 
 class PoolLayout(msgspec.Struct, frozen=True):
@@ -78,19 +64,21 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
     def list_free_runs(self) -> list[int]:
         """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
-        return [len(run) for run in self.states.translate(_IS_FREE).split(b"\0") if run]
+        return list_free_runs(self.states)
 
 
-def read_states(pool: RunBlockPool) -> bytes:
-    """`PoolLayout.states` of the blocks of a pool. O(number of blocks)."""
-    states = pool.run_index.ages.translate(_STATES_BY_AGE)
-    states[0] = BlockState.NULL
-    for block_id in pool.holds.list_fixed_ids():
-        if states[block_id] == BlockState.IN_USE:
-            states[block_id] = BlockState.PINNED
-        elif states[block_id] == BlockState.EMPTY:  # free, without a hash, and watched
-            states[block_id] = BlockState.CACHED
-    return bytes(states)
+def read_layout(
+    pool: BlockPoolCore,
+    tables: Sequence[Collection[KVCacheBlock]],
+    *,
+    block_size: int,
+    run_length: int,
+    device_id: int,
+) -> PoolLayout:
+    """Return the layout of a pool whose sequences have these tables, see `read_tables`."""
+    states = read_states(pool)
+    joins, holders = read_tables(len(states), tables)
+    return PoolLayout(block_size, run_length, pool.epoch, device_id, states, joins, holders)
 
 
 def read_tables(num_ids: int, tables: Sequence[Collection[KVCacheBlock]]) -> tuple[bytes, bytes]:
@@ -98,26 +86,24 @@ def read_tables(num_ids: int, tables: Sequence[Collection[KVCacheBlock]]) -> tup
 
     Args:
         num_ids: how many ids the pool has, the null block's included.
-        tables: none is empty, and none has a block twice.
+        tables: none has a block twice, but for the null block, which is not counted.
     Cost: O(num_ids + blocks in the tables).
     """
     import numpy as np
 
+    tables = [table for table in tables if table]
     ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
     num_held = int(ends[-1]) if len(ends) else 0
     # One table after the other, read without a step of Python per block.
     ids = np.fromiter(map(attrgetter("block_id"), chain.from_iterable(tables)), np.int64, num_held)
     is_joined = ids[1:] == ids[:-1] + 1
     is_joined[ends[:-1] - 1] = False  # the next table begins
+    is_joined &= ids[:-1] != 0
     joins = np.zeros(num_ids, np.uint8)
     joins[ids[1:][is_joined]] = 1
     holders = np.minimum(np.bincount(ids, minlength=num_ids), _MOST_HOLDERS).astype(np.uint8)
+    holders[0] = 0
     return joins.tobytes(), holders.tobytes()
 
 
 _MOST_HOLDERS = 255
-_STATES_BY_AGE = bytes(
-    BlockState.IN_USE if age == IN_USE else BlockState.EMPTY if age == EMPTY else BlockState.CACHED
-    for age in range(256)
-)
-_IS_FREE = bytes(state in (BlockState.EMPTY, BlockState.CACHED) for state in range(256))

@@ -1,0 +1,239 @@
+"""`Allocation`: takes the blocks of a request, by the cheapest of several ways that serves it."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from kv_pool.adapter.holdings import Holdings, as_new_id
+from kv_pool.adapter.victims import Victims
+from kv_pool.contiguous import compaction, plan
+from kv_pool.contiguous.compaction import CopyBlocks, Relocation
+from kv_pool.contiguous.run_index import EMPTY
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.arguments import as_int, check_type
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
+from kv_pool.protocol import NORMAL, BlockAllocationRequest
+
+_MAX_SCAN = 65_536
+"""How many ids one request looks at; the next one goes on from there."""
+
+
+class Allocation:
+    """Takes blocks for one request at a time. Belongs to the caller that has the pool's lock.
+
+        enough are free    the next ids after the sequence -> a run -> one made by moving others -> any blocks
+        too few are free   sequences are evicted, in the order of the policy; then as above
+        neither            PoolExhaustedError
+
+    A request that requires a run gets no other blocks, and sequences are evicted until there is one.
+
+    Args:
+        count_available: how many blocks a request of this priority could have, the reserve deducted.
+        copy: copies the bytes of blocks; raises if it cannot.
+        on_moved: called with every relocation before any of its old ids can be taken; None: nothing is moved.
+    """
+
+    def __init__(
+        self,
+        pool: RunBlockPool,
+        holdings: Holdings,
+        victims: Victims,
+        count_available: Callable[[int], int],
+        copy: CopyBlocks,
+        on_moved: Callable[[Relocation], object] | None,
+    ) -> None:
+        self._pool = pool
+        self._holdings = holdings
+        self._victims = victims
+        self._count_available = count_available
+        self._copy = copy
+        self._on_moved = on_moved
+        self._start = 0
+
+    def take(
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None, tried: Sequence[str] = ()
+    ) -> None:
+        """Take the blocks of a request; they are appended to `Holdings.arriving` in the step that takes them.
+
+        Args:
+            after: the last block of the request's sequence; the ids next after its id are preferred.
+            tried: what the caller has tried before, for the error message.
+        Raises:
+            PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
+        """
+        num_blocks = request.num_blocks
+        contiguous = request.contiguous
+        if contiguous == "require" and num_blocks > 1:
+            self._take_required(request, after, list(tried))
+            return
+        if num_blocks > self._count_available(request.priority):
+            self._make_room(request, list(tried))
+        if num_blocks > 1 and contiguous != "no":
+            if contiguous != "prefer":
+                raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
+            if self._take_run(num_blocks, after, True):
+                return
+            max_moves = num_blocks if request.max_moves is None else as_int("max_moves", request.max_moves)
+            if self._make_run(num_blocks, max_moves, True):
+                return
+        if after is None:
+            self._pool.take_onto(self._holdings.arriving, num_blocks)
+        else:
+            self._pool.take_onto_after(self._holdings.arriving, after, num_blocks)
+
+    # ---- runs ------------------------------------------------------------------------------------
+
+    def _take_required(
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None, attempts: list[str]
+    ) -> None:
+        """Take a run: one that is there, one that is made, one that is left when sequences are evicted."""
+        num_blocks = request.num_blocks
+        is_enough = num_blocks <= self._count_available(request.priority)
+        if not is_enough and request.max_moves is None and self._may_clear(num_blocks):
+            self._make_room(request, attempts)
+            is_enough = True
+        if is_enough:
+            # A run at the cost of cached blocks of high priority only if there is no other.
+            for spares_kept in (True, False) if self._pool.eviction_order.has_kept else (False,):
+                if self._take_run(num_blocks, after, spares_kept):
+                    return
+                if self._make_run(num_blocks, request.max_moves, spares_kept):
+                    return
+            attempts.append(
+                "no compaction (nobody hears of moves)" if self._on_moved is None else "compaction"
+            )
+        self._evict_for_run(request, attempts)
+        if not self._take_run(num_blocks, after, False):
+            self._refuse(request, attempts)  # one search does not look at all of a large pool
+
+    def _take_run(self, num_blocks: int, after: KVCacheBlock | None, spares_kept: bool) -> bool:
+        """Take consecutive ids, by preference next after `after`'s; False, with nothing changed, for none.
+
+        Args:
+            spares_kept: a run with cached blocks of high priority counts as none.
+        """
+        pool = self._pool
+        ages = pool.run_index.ages
+        empty = bytes([EMPTY]) * num_blocks
+        first = -1
+        if after is not None and ages.startswith(empty, after.block_id + 1):
+            first = after.block_id + 1
+        elif num_blocks <= pool.free_block_queue.num_free_blocks:
+            # Where nothing is evicted for it the lowest will do: found at once, and large runs are kept.
+            first = ages.find(empty, self._start, self._start + _MAX_SCAN)
+        if first >= 0:
+            pool.take_listed_onto(self._holdings.arriving, list(pool.blocks[first : first + num_blocks]))
+            return True
+        self._start = self._start + _MAX_SCAN - num_blocks if self._start + _MAX_SCAN < len(ages) else 0
+        return self._holds_content() and pool.take_run_onto(self._holdings.arriving, num_blocks, spares_kept)
+
+    def _holds_content(self) -> bool:
+        """May a free block be cached, or watched, so that a run of empty ones is not all there is?"""
+        pool = self._pool
+        return (
+            len(pool.cached_block_hash_to_block) > 0
+            or len(pool.reuse_watchers) > 0
+            or (len(pool.blocks) > _MAX_SCAN)
+        )
+
+    def _make_run(self, num_blocks: int, max_moves: int | None, spares_kept: bool) -> bool:
+        """Move blocks out of the way of a run and take it; False, with nothing changed, if it takes more.
+
+        Args:
+            spares_kept: no cached block of high priority is lost; it moves as one in use does.
+        """
+        pool = self._pool
+        if self._on_moved is None:
+            return False
+        clearance = plan.plan_clear_run(pool, num_blocks, spares_kept=spares_kept)
+        if clearance is None or (max_moves is not None and len(clearance.moves) > max_moves):
+            return False
+        compaction.apply_moves(pool, clearance.moves, self._copy, on_moved=self._on_moved)
+        first = clearance.first_block_id
+        pool.take_listed_onto(self._holdings.arriving, list(pool.blocks[first : first + num_blocks]))
+        return True
+
+    def _may_clear(self, num_blocks: int) -> bool:
+        """Could a run be made if enough were free: may blocks move, and do those that may not leave room?"""
+        may_lie = bytearray([1]) * len(self._pool.blocks)
+        may_lie[0] = 0
+        for block_id in self._pool.holds.list_fixed_ids():
+            may_lie[block_id] = 0
+        return self._on_moved is not None and bytes([1]) * num_blocks in may_lie
+
+    def _has_run(self, num_blocks: int, freed_ids: Collection[int]) -> bool:
+        """Would there be a run if these blocks were free as well? O(number of blocks)."""
+        is_free = bytearray(self._pool.run_index.ages.translate(bytes([0]) + bytes([1]) * 255))
+        for block_id in freed_ids:
+            is_free[block_id] = 1
+        return bytes([1]) * num_blocks in is_free
+
+    # ---- under pressure --------------------------------------------------------------------------
+
+    def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
+        """Evict sequences until the request's blocks are free, or refuse it with nothing changed."""
+        num_missing = request.num_blocks - self._count_available(request.priority)
+        if self._may_evict(request):
+            victims = self._victims.choose(request.priority, request.sequence_id, num_missing)
+            if victims is not None:
+                self._victims.evict(victims)
+                return
+            attempts.append("eviction (too little may go)")
+        self._refuse(request, attempts)
+
+    def _evict_for_run(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
+        """Evict the fewest sequences, in the policy's order, that leave a run; or refuse."""
+        num_blocks = request.num_blocks
+        if self._may_evict(request):
+            victims = self._victims.choose(
+                request.priority,
+                request.sequence_id,
+                num_blocks - self._count_available(request.priority),
+                lambda freed_ids: self._has_run(num_blocks, freed_ids),
+            )
+            if victims is not None:
+                self._victims.evict(victims)
+                return
+            attempts.append("eviction (no run even without all that may go)")
+        self._refuse(request, attempts)
+
+    def _may_evict(self, request: BlockAllocationRequest) -> bool:
+        return self._victims.has_policy and request.num_blocks < len(self._pool.blocks)
+
+    def _refuse(self, request: BlockAllocationRequest, attempts: Sequence[str]) -> NoReturn:
+        num_free = self._pool.get_num_free_blocks()
+        num_reserved = num_free - self._count_available(NORMAL)
+        kept = f", {num_reserved} of them reserved" if num_reserved and request.priority == NORMAL else ""
+        run = "a run of " if request.contiguous == "require" else ""
+        raise PoolExhaustedError(
+            f"asked for {run}{request.num_blocks} blocks for sequence {request.sequence_id}, {num_free} are "
+            f"free of {len(self._pool.blocks) - 1}{kept}. Tried: "
+            f"{', '.join(attempts) or 'nothing else'}. Free or evict a sequence, or ask for fewer."
+        )
+
+
+def check_priority(priority: int) -> None:
+    """Raise InvalidArgumentError for what is no priority."""
+    as_int("priority", priority)
+    if priority not in (0, 1, 2):
+        raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
+
+
+def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
+    """Return the request with ids and counts as ints. Raise for what no pool can serve."""
+    check_type("request", request, BlockAllocationRequest)
+    if (
+        type(request.num_blocks) is int
+        and type(request.sequence_id) is int
+        and request.num_blocks >= 1
+        and request.sequence_id >= 0
+        and request.priority in (0, 1, 2)
+    ):
+        return request
+    num_blocks = as_int("num_blocks", request.num_blocks)
+    sequence_id = as_new_id("sequence_id", request.sequence_id)
+    if num_blocks < 1:
+        raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
+    check_priority(request.priority)
+    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id)

@@ -1,0 +1,203 @@
+"""`ControlledManager`: a `KVCacheManager` with its engine's lock, as operators and defragmenters see it."""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_pool.contiguous import compaction
+from kv_pool.contiguous.compaction import CopyBlocks, Relocation
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import ControlError
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.reports.layout import PoolLayout, read_layout
+from kv_pool.reports.sequences import SequenceList, SequenceReport
+from kv_pool.reports.statistics import PoolStatistics, read_fragmentation_rate, read_statistics
+
+if TYPE_CHECKING:
+    from kv_pool.storage.block_storage import BlockStorage
+
+_WITHOUT_RUNS = (
+    "blocks are moved in a RunBlockPool only, and this manager has a {}: make it with KVCacheManager("
+    "RunBlockPool(...))"
+)
+
+
+class ControlledManager:
+    """A manager for `ControlServer`, `Defragmenter` and `LiveNode`.
+
+        pool = ControlledManager(manager, storage=storage, lock=lock, on_moved=remap_tables)
+        with ControlServer(pool):
+            while requests:
+                with lock:
+                    engine.step()
+
+    Args:
+        storage: the bytes of the blocks, which compaction and migration move. Without one nothing migrates.
+        copy: copies the bytes of blocks in a compaction; `storage.apply_moves` by default.
+        lock: the engine holds it from `allocate_slots` until the step's bytes are in the blocks, and whenever
+            it calls the manager; reentrant. None for a new one.
+        on_moved: called with a `Relocation` when ids have changed, with the lock held: remap tables of ids
+            there, such as a `BatchBlockTable`. Without it nothing is moved.
+        requests: the scheduler's requests by id, for their numbers of tokens; read with the lock held.
+        run_length: what `get_fragmentation_rate` is about.
+
+    Attributes:
+        manager, block_pool, lock, run_length, device_id: as given.
+
+    Every method takes the lock.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        storage: "BlockStorage | None" = None,
+        copy: CopyBlocks | None = None,
+        lock: AbstractContextManager[object] | None = None,
+        on_moved: Callable[[Relocation], object] | None = None,
+        requests: Mapping[str, SchedulableRequest] | None = None,
+        run_length: int = DEFAULT_RUN_LENGTH,
+        device_id: int = 0,
+    ) -> None:
+        self.manager = manager
+        self.block_pool: BlockPoolCore = manager.block_pool
+        self.lock: AbstractContextManager[object] = threading.RLock() if lock is None else lock
+        self.run_length = run_length
+        self.device_id = device_id
+        self._storage = storage
+        self._copy = storage.apply_moves if copy is None and storage is not None else copy
+        self._on_moved = on_moved
+        self._requests: Mapping[str, SchedulableRequest] = {} if requests is None else requests
+        self._num_moved_blocks = 0
+
+    def get_sequences(self) -> ManagerSequences:
+        """Return the requests as a `PoolSite` moves them.
+
+        Raises:
+            ControlError: there is no storage.
+        """
+        if self._storage is None:
+            raise ControlError("requests migrate with their bytes; give ControlledManager the storage")
+        return ManagerSequences(self.manager, self._storage, self.lock)
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def get_statistics(self) -> PoolStatistics:
+        """Return what the pool holds; the manager times no calls. O(number of blocks)."""
+        with self.lock:
+            known = read_statistics(
+                self.block_pool, block_size=self.manager.block_size, run_length=self.run_length
+            )
+            retention = self.manager.retention
+            return msgspec.structs.replace(
+                known,
+                pinned_blocks=0 if retention is None else retention.num_pins,
+                reserved_blocks=self.manager.watermark_blocks,
+                moved_blocks=self._num_moved_blocks,
+                num_sequences=len(self.manager.list_request_ids()),
+            )
+
+    def get_layout(self) -> PoolLayout:
+        """Return what each block is and where the runs of requests lie. O(number of blocks)."""
+        with self.lock:
+            return read_layout(
+                self.block_pool,
+                list(chain.from_iterable(map(self._list_rows, self.manager.list_request_ids()))),
+                block_size=self.manager.block_size,
+                run_length=self.run_length,
+                device_id=self.device_id,
+            )
+
+    def describe_sequences(self) -> SequenceList:
+        """Return a report of each request, in the order of admission; those without tables come last."""
+        with self.lock:
+            fixed_ids = set(self.block_pool.holds.list_fixed_ids())
+            reports = []
+            for request_id in self.manager.list_request_ids():
+                blocks = [block for row in self._list_rows(request_id) for block in row if not block.is_null]
+                num_fixed = sum(block.block_id in fixed_ids for block in blocks)
+                reports.append(self._report(request_id, len(blocks), num_fixed))
+            for request_id in self.manager.taken_out:
+                if not self.manager.holds_blocks(request_id):
+                    reports.append(self._report(request_id, 0, 0))
+            return SequenceList(reports)
+
+    def get_fragmentation_rate(self) -> float:
+        """Return the share of the free blocks that cannot serve a run of `run_length`, 0 to 1."""
+        with self.lock:
+            return read_fragmentation_rate(self.block_pool, self.run_length)
+
+    # ---- compaction ------------------------------------------------------------------------------
+
+    def defragment(
+        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
+    ) -> int:
+        """Bring blocks in use together, as `GPUKVPool.defragment`, between two steps of the engine.
+
+        Held blocks stay, and so do blocks that were taken from the block pool directly.
+
+        Returns:
+            How many blocks changed their id; `on_moved` was called for each round of moves.
+        Raises:
+            ControlError: the pool has no runs, or the manager was given without `on_moved` or a way to copy.
+                Nothing has changed.
+            CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
+        """
+        pool, copy, on_moved = self.block_pool, self._copy, self._on_moved
+        if not isinstance(pool, RunBlockPool):
+            raise ControlError(_WITHOUT_RUNS.format(type(pool).__name__))
+        if copy is None or on_moved is None:
+            raise ControlError(
+                "blocks are not moved without their bytes and their tables; give ControlledManager a storage "
+                "and on_moved"
+            )
+
+        def note_moved(relocation: Relocation) -> None:
+            self._num_moved_blocks += len(relocation.moves)
+            on_moved(relocation)
+
+        with self.lock:
+            num_before = self._num_moved_blocks
+            if goal is None:
+                compaction.pack(
+                    pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=note_moved
+                )
+            else:
+                compaction.gather(
+                    pool,
+                    copy,
+                    run_length=self.run_length,
+                    goal=goal,
+                    max_moves=max_moves,
+                    max_evictions=max_evictions,
+                    on_moved=note_moved,
+                )
+            return self._num_moved_blocks - num_before
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _list_rows(self, request_id: str) -> list[list[KVCacheBlock]]:
+        return [
+            self.manager.get_table(request_id, group_id).blocks
+            for group_id in range(len(self.manager.groups))
+        ]
+
+    def _report(self, request_id: str, num_blocks: int, num_fixed: int) -> SequenceReport:
+        request = self._requests.get(request_id)
+        return SequenceReport(
+            request_id,
+            num_blocks,
+            None,
+            None,
+            request_id in self.manager.taken_out,
+            None if request is None else request.num_computed_tokens,
+            num_fixed,
+        )

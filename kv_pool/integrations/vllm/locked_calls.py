@@ -1,0 +1,18 @@
+"""`locked`: methods of a pool with a control socket, each under the lock that the socket's answers take."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def locked(method: Method) -> Method:
+    """Return the method with `self.control.lock` held during each call."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.control.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Method, call)

@@ -1,0 +1,125 @@
+"""What a `GPUKVPool` keeps in its cache longer: by priorities, directives, pins of directives, sessions."""
+
+import pytest
+from adapter.made_pool import check, make, take
+
+from kv_pool import BlockHasher, LRUEviction, PoolExhaustedError, Request
+from kv_pool.manager.retention.directive import RetentionDirective
+
+HASHER = BlockHasher("sha256", block_size=4)
+
+
+class SetClock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def start(pool, sequence_id, num_blocks, **options):
+    """A sequence whose blocks are all cached, under hashes of its own; its request."""
+    request = Request(str(sequence_id), [sequence_id] * 4 * num_blocks, HASHER)
+    take(pool, sequence_id, num_blocks, **options)
+    pool.cache_prefix(sequence_id, request.block_hashes)
+    return request
+
+
+def count_hits(pool, request):
+    return len(pool.block_pool.find_cached_prefix(request.block_hashes, len(request.block_hashes)))
+
+
+def test_a_directive_keeps_the_blocks_of_its_tokens_when_others_are_reused():
+    pool = make(8)
+    pool.retention.set_directives("1", [RetentionDirective(0, 8, priority=90)])
+    kept, other = start(pool, 1, 4), start(pool, 2, 4)
+    pool.free_sequence(1)
+    pool.free_sequence(2)
+    assert pool.get_free_blocks() == 8
+    take(pool, 3, 6)
+    assert (count_hits(pool, kept), count_hits(pool, other)) == (2, 0)
+    check(pool)
+
+
+def test_directives_follow_the_positions_of_blocks_that_are_freed_one_by_one():
+    pool = make(8)
+    pool.retention.set_directives("1", [RetentionDirective(4, 8, priority=90)])
+    start(pool, 1, 3)
+    [first, second, third] = pool.blocks_of(1)
+    pool.free([third])
+    pool.free([second])
+    pool.free([first])
+    assert pool.retention.num_kept == 1
+    take(pool, 2, 7, contiguous="no")
+    assert second not in pool.blocks_of(2)
+    assert pool.retention.num_kept == 1
+
+
+def test_a_sequence_that_has_ended_leaves_no_directives():
+    pool = make(8)
+    pool.retention.set_directives("1", [RetentionDirective(priority=90)])
+    take(pool, 1, 2)
+    pool.free_sequence(1)
+    assert not pool.retention.is_active
+
+
+def test_a_session_keeps_a_conversation_until_its_deadline():
+    clock = SetClock()
+    pool = make(8, clock=clock)
+    request = start(pool, 1, 4)
+    with pool.lock:
+        pool.retention.keep_session("chat", request, until=10.0)
+    pool.free_sequence(1)
+    take(pool, 2, 4)
+    assert count_hits(pool, request) == 4
+    pool.free_sequence(2)
+    clock.now = 11.0
+    assert pool.get_statistics().cached_free_blocks == 4
+    assert pool.retention.num_sessions == 0
+    take(pool, 3, 8)
+    assert count_hits(pool, request) == 0
+    check(pool)
+
+
+def test_a_claimed_prefix_that_a_directive_pinned_has_one_reference():
+    pool = make(8)
+    pool.retention.set_directives("1", [RetentionDirective(0, 8, pin=True)])
+    request = start(pool, 1, 2)
+    pool.free_sequence(1)
+    assert pool.get_free_blocks() == 6
+    ids = pool.claim_prefix(2, request.block_hashes)
+    assert [pool.get_block_info(block_id).ref_count for block_id in ids] == [1, 1]
+    check(pool)
+    pool.free_sequence(2)
+    assert pool.get_free_blocks() == 6
+    check(pool)
+
+
+def test_blocks_that_stay_pinned_are_no_room_for_others():
+    """Evicting their sequence was counted as room: it lost its blocks, and the allocation failed anyway."""
+    evicted = []
+    pool = make(
+        8, eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: evicted.append(sequence_id)
+    )
+    pool.retention.set_directives("1", [RetentionDirective(0, 16, pin=True)])
+    start(pool, 1, 4)
+    start(pool, 2, 4)
+    with pytest.raises(PoolExhaustedError, match="too little may go"):
+        take(pool, 3, 5)
+    assert evicted == []
+    assert pool.list_victims(4) == [1, 2]
+    assert pool.evict(5) == []
+    assert pool.evict(4) == [1, 2]
+    assert pool.get_free_blocks() == 4
+    check(pool)
+
+
+def test_kept_blocks_count_as_free_and_cached():
+    pool = make(8)
+    request = start(pool, 1, 4, priority=2)
+    pool.free_sequence(1)
+    statistics = pool.get_statistics()
+    assert (statistics.free_blocks, statistics.cached_free_blocks, statistics.used_blocks) == (8, 4, 0)
+    assert pool.retention.num_kept == 4
+    assert (pool.get_layout().num_free, pool.list_victims(1), pool.evict(1)) == (8, [], [])
+    take(pool, 2, 4)
+    assert count_hits(pool, request) == 4

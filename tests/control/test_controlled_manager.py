@@ -1,0 +1,378 @@
+"""A `KVCacheManager` engine over its control socket: what it reports, what moves, what is refused and why."""
+
+import random
+import threading
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine
+
+from kv_pool import BlockPool, ControlError, InvalidBlockError, Request, UnknownSequenceError
+from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.control import ControlClient, ControlledManager, ControlServer
+from kv_pool.control.live_node import LiveNode
+from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.core.invariants import check
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.reports import BlockState
+
+GROUPS = [
+    FullAttentionSpec(block_size=BLOCK_SIZE),
+    SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=8),
+]
+POOLS = pytest.mark.parametrize("pool_class", [RunBlockPool, BlockPool])
+
+
+class Served:
+    """An engine, its tables of ids, and the face of its manager."""
+
+    def __init__(self, pool_class=RunBlockPool, run_length=4, **options):
+        self.engine = MadeEngine(pool_class=pool_class, **options)
+        self.relocations = []
+        self.face = ControlledManager(
+            self.engine.manager,
+            storage=self.engine.storage,
+            lock=self.engine.lock,
+            on_moved=self.relocations.append,
+            requests=self.engine.requests,
+            run_length=run_length,
+        )
+
+
+@contextmanager
+def asked(face, tmp_path):
+    with ControlServer(face, tmp_path / "c.sock"), ControlClient(tmp_path / "c.sock") as client:
+        yield client
+
+
+def make_prompt(number, num_blocks=2):
+    return range(1000 * number, 1000 * number + num_blocks * BLOCK_SIZE)
+
+
+def scatter(engine, count=8):
+    """Requests of two blocks each; then every other one is freed, and nothing stays cached."""
+    for number in range(count):
+        engine.start(f"r{number}", make_prompt(number))
+    for number in range(0, count, 2):
+        blocks = engine.manager.get_block_ids(f"r{number}")
+        engine.finish(f"r{number}")
+        engine.manager.evict_blocks(blocks)
+
+
+def scan(face):
+    """The counts, by looking at each block and table."""
+    pool, manager = face.block_pool, face.manager
+    blocks = pool.blocks[1:]
+    fixed = set(pool.holds.list_fixed_ids())
+    runs = [len(run) for run in "".join(".x"[block.ref_cnt > 0] for block in blocks).split("x") if run]
+    num_free = sum(runs)
+    num_served = sum(run // face.run_length for run in runs) * face.run_length
+    return {
+        "total_blocks": len(blocks),
+        "used_blocks": len(blocks) - num_free,
+        "free_blocks": num_free,
+        "cached_free_blocks": sum(not block.ref_cnt and block.block_hash is not None for block in blocks),
+        "fixed_blocks": sum(block.ref_cnt > 0 and block.block_id in fixed for block in blocks),
+        "num_sequences": len(manager.list_request_ids()),
+        "fragmentation_rate": pytest.approx(1 - num_served / num_free if num_free else 0.0),
+        "largest_free_run": max(runs, default=0),
+        "queued_events": len(pool.kv_event_queue),
+    }
+
+
+def draw(face):
+    return "".join("0.*#P"[state] for state in face.get_layout().states)
+
+
+# ---- what it reports ---------------------------------------------------------------------------------
+
+
+@POOLS
+@pytest.mark.parametrize("groups", [None, GROUPS])
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_and_layout_are_those_of_a_full_scan(pool_class, groups, seed):
+    rng = random.Random(seed)
+    served = Served(pool_class, num_blocks=64, groups=groups)
+    engine, face = served.engine, served.face
+    holds = []
+    for step in range(60):
+        match rng.choice(["start", "start", "finish", "hold", "release"]):
+            case "start" if face.block_pool.get_num_free_blocks() > 12:
+                engine.start(f"r{step}", make_prompt(rng.randrange(9), rng.randint(1, 5)))
+            case "finish" if engine.requests:
+                engine.finish(rng.choice(sorted(engine.requests)))
+            case "hold" if engine.requests:
+                ids = engine.manager.get_block_ids(rng.choice(sorted(engine.requests)))
+                blocks = [face.block_pool.blocks[block_id] for block_id in ids]
+                holds.append(face.block_pool.hold(blocks, "read by a test", movable=rng.random() < 0.5))
+            case "release" if holds:
+                holds.pop(rng.randrange(len(holds))).release()
+        statistics = face.get_statistics()
+        found = scan(face)
+        assert {name: getattr(statistics, name) for name in found} == found
+        check_layout(face, engine)
+
+
+def check_layout(face, engine):
+    layout = face.get_layout()
+    tables = [
+        engine.manager.get_block_ids(request_id, group_id)
+        for request_id in engine.requests
+        for group_id in range(len(engine.manager.groups))
+    ]
+    holders = [0] * len(layout.states)
+    joins = [0] * len(layout.states)
+    for table in tables:
+        for block_id in filter(None, table):
+            holders[block_id] += 1
+        for one, after in pairwise(table):
+            if one and after == one + 1:
+                joins[after] = 1
+    assert list(layout.holders) == holders
+    assert list(layout.joins) == joins
+    for block, state in zip(face.block_pool.blocks[1:], layout.states[1:], strict=True):
+        is_used = state in (BlockState.IN_USE, BlockState.PINNED)
+        assert is_used == (block.ref_cnt > 0)
+
+
+@POOLS
+def test_the_socket_answers_as_the_face_does(pool_class, tmp_path):
+    served = Served(pool_class)
+    scatter(served.engine)
+    with asked(served.face, tmp_path) as client:
+        assert client.get_statistics() == served.face.get_statistics()
+        assert client.get_layout() == served.face.get_layout()
+        assert client.list_sequences() == served.face.describe_sequences()
+    assert served.face.get_statistics().allocation is None
+
+
+def test_requests_are_listed_with_tokens_held_blocks_and_migrations(tmp_path):
+    served = Served()
+    engine = served.engine
+    for number in range(3):
+        engine.start(f"r{number}", make_prompt(number))
+    blocks = engine.manager.get_table("r1").blocks
+    with asked(served.face, tmp_path) as client, engine.pool.hold(blocks[:1], "lent to a test"):
+        tables = engine.manager.pop_tables("r0")
+        engine.manager.taken_out["r0"] = "it is being moved to another node"
+        reports = client.list_sequences().sequences
+        engine.manager.put_tables("r0", tables)
+        del engine.manager.taken_out["r0"]
+        assert [
+            (one.sequence_id, one.num_blocks, one.num_tokens, one.num_fixed_blocks, one.is_migrating)
+            for one in reports
+        ] == [("r1", 2, 8, 1, False), ("r2", 2, 8, 0, False), ("r0", 0, 8, 0, True)]
+        [first, *_] = client.list_sequences().sequences
+        assert (first.priority, first.idle_s) == (None, None)
+
+
+@POOLS
+def test_holds_are_listed_with_their_reasons_and_ages(pool_class, tmp_path):
+    served = Served(pool_class)
+    engine = served.engine
+    engine.start("r", make_prompt(1, 3))
+    blocks = engine.manager.get_table("r").blocks
+    now = engine.pool.holds.clock()
+    lent = engine.pool.hold(blocks[:2], "lent to a test", until=now + 1000)
+    engine.pool.hold(blocks[1:], "watched by a test", movable=True)
+    with asked(served.face, tmp_path) as client:
+        found = client.list_holds()
+        assert [(one.reason, one.block_ids, one.is_movable) for one in found.holds] == [
+            ("lent to a test", [blocks[0].block_id, blocks[1].block_id], False),
+            ("watched by a test", [blocks[1].block_id, blocks[2].block_id], True),
+        ]
+        assert 0 < found.holds[0].remaining_s <= 1000
+        assert found.holds[0].age_s >= 0
+        assert found.holds[1].remaining_s is None
+        both = client.list_holds(blocks[1].block_id).holds
+        assert [one.reason for one in both] == ["lent to a test", "watched by a test"]
+        assert client.list_holds(blocks[0].block_id).holds[0].block_ids == [blocks[0].block_id]
+        lent.release()
+        assert client.list_holds(blocks[0].block_id).holds == []
+        with pytest.raises(InvalidBlockError, match="block 99 is not one of 1 to 31"):
+            client.list_holds(99)
+
+
+# ---- what moves --------------------------------------------------------------------------------------
+
+
+def test_compaction_over_the_socket_moves_requests_with_their_bytes(tmp_path):
+    served = Served(num_blocks=17)
+    engine = served.engine
+    scatter(engine)
+    before = {name: engine.manager.get_block_ids(name) for name in engine.requests}
+    assert draw(served.face) == "0..##..##..##..##"
+    with asked(served.face, tmp_path) as client:
+        report = client.defragment()
+        assert client.get_statistics().moved_blocks == report.moved_blocks == 4
+    assert draw(served.face) == "0########........"
+    assert (report.fragmentation_rate_before, report.fragmentation_rate_after) == (1.0, 0.0)
+    for name, table in before.items():
+        remap = served.relocations[0].make_remap()
+        for relocation in served.relocations[1:]:
+            remap = relocation.make_remap()[remap]
+        assert remap[np.array(table)].tolist() == engine.manager.get_block_ids(name)
+        engine.check_bytes(name)
+    check(engine.pool)
+
+
+def test_held_blocks_and_blocks_taken_from_the_pool_directly_keep_their_ids():
+    served = Served(num_blocks=21)
+    engine = served.engine
+    scatter(engine)
+    taken = engine.pool.get_new_blocks(9)[-1:]
+    held = engine.manager.get_table("r7").blocks
+    ids = [block.block_id for block in (*taken, *held)]
+    with engine.pool.hold(held, "lent to a test"):
+        served.face.defragment()
+        assert [block.block_id for block in (*taken, *held)] == ids
+    assert engine.pool.holds.list_holds() == []
+    engine.check_bytes("r7")
+
+
+def test_a_defragmenter_compacts_a_manager_step_by_step():
+    served = Served(num_blocks=17)
+    scatter(served.engine)
+    defragmenter = Defragmenter(served.face, interval_s=0, max_moves=2, clock=iter(range(99)).__next__)
+    moved = [defragmenter.step() for _ in range(4)]
+    assert moved[-1] == 0
+    assert max(moved) == 2
+    assert served.face.get_fragmentation_rate() <= defragmenter.goal
+    for name in served.engine.requests:
+        served.engine.check_bytes(name)
+
+
+def test_copies_that_are_still_to_be_made_survive_a_compaction():
+    served = Served(num_blocks=17)
+    engine = served.engine
+    scatter(engine)
+    parent = engine.start("parent", range(7000, 7006))  # a block and a half
+    child = Request("child", range(7000, 7006), HASHER)
+    child.num_computed_tokens = 6
+    engine.manager.fork(parent, child)
+    engine.requests["child"] = child
+    child.append_output_token_ids([8])
+    engine.manager.allocate_slots(child, 1)
+    assert engine.manager.get_block_ids("child") != engine.manager.get_block_ids("parent")
+    assert served.face.defragment() > 0
+    engine.storage.apply_moves(engine.manager.take_block_copies())
+    [(_, whole), (written, last)] = engine.list_contents("parent")
+    assert engine.manager.get_block_ids("child")[0] == whole
+    assert engine.read(engine.manager.get_block_ids("child")[1]) == engine.read(last)
+    assert engine.read(last) == engine.make_bytes(written)
+    check(engine.pool)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------
+
+
+def test_a_plain_pool_is_not_compacted(tmp_path):
+    served = Served(BlockPool)
+    with (
+        asked(served.face, tmp_path) as client,
+        pytest.raises(ControlError, match=r"RunBlockPool only, and this manager has a BlockPool: make it"),
+    ):
+        client.defragment()
+
+
+@pytest.mark.parametrize("missing", ["storage", "on_moved"])
+def test_nothing_moves_without_bytes_and_tables(tmp_path, missing):
+    engine = MadeEngine(pool_class=RunBlockPool)
+    given = {"storage": engine.storage, "on_moved": lambda relocation: None}
+    del given[missing]
+    face = ControlledManager(engine.manager, lock=engine.lock, **given)
+    with asked(face, tmp_path) as client, pytest.raises(ControlError, match="a storage and on_moved"):
+        client.defragment()
+
+
+def test_a_manager_without_storage_is_no_node():
+    with pytest.raises(ControlError, match="requests migrate with their bytes"):
+        LiveNode(ControlledManager(MadeEngine().manager), ServeSettings(name="a"))
+
+
+# ---- migration ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def node(name, **settings):
+    served = Served()
+    with (
+        LiveNode(served.face, ServeSettings(name=name, host="h1", **settings), owner=served.engine) as live,
+        ControlServer(served.face, node=live),
+        ControlClient(node=name) as client,
+    ):
+        yield client, served.engine, live
+
+
+def test_requests_migrate_over_the_socket(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with (
+        node("a") as (client, here, live),
+        node("b", registry=live.migrator.address) as (_, there, _),
+    ):
+        for number in range(3):
+            here.start(f"r{number}", make_prompt(number))
+        for sequence_id, moved in (("r0", "r0"), (None, "r2")):
+            status = client.migrate(sequence_id, "b")
+            while not status.phase.is_ended:
+                status = client.get_migration(status.migration_id)
+            assert status.phase is MigrationPhase.DONE, status.error_message
+            there.check_bytes(moved)
+        assert sorted(there.requests) == ["r0", "r2"]
+        assert sorted(here.requests) == ["r1"]
+        with pytest.raises(UnknownSequenceError, match="sequence 7 holds no blocks on node a; these do: r1"):
+            client.migrate(7, "b")
+
+
+# ---- while the engine steps --------------------------------------------------------------------------
+
+
+def test_it_answers_and_compacts_while_the_engine_steps(tmp_path):
+    served = Served(num_blocks=65)
+    engine = served.engine
+    is_over = threading.Event()
+    errors = []
+
+    def work():
+        rng = random.Random(0)
+        try:
+            step = 0
+            while not is_over.is_set():
+                step += 1
+                with engine.lock:
+                    if engine.pool.get_num_free_blocks() > 20:
+                        engine.start(f"r{step}", make_prompt(rng.randrange(20), rng.randint(1, 5)))
+                    else:
+                        name = rng.choice(sorted(engine.requests))
+                        engine.check_bytes(name)
+                        engine.finish(name)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with asked(served.face, tmp_path) as client:
+            moved = 0
+            for _ in range(60):
+                statistics = client.get_statistics()
+                assert statistics.used_blocks + statistics.free_blocks == 64
+                layout = client.get_layout()
+                held = sum(holders > 0 for holders in layout.holders)
+                assert held == 64 - layout.num_free
+                listed = client.list_sequences().sequences
+                assert all(one.num_tokens == BLOCK_SIZE * one.num_blocks for one in listed)
+                assert client.list_holds().holds == []
+                moved += client.defragment(max_moves=4, max_evictions=4).moved_blocks
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors
+    assert moved > 0
+    for name in engine.requests:
+        engine.check_bytes(name)
+    check(engine.pool)
