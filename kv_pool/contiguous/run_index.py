@@ -6,6 +6,7 @@ from typing import Any, Final
 from mypy_extensions import i64
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 
 IN_USE: Final = 0
@@ -392,3 +393,13 @@ class FreeRunIndex:
                     left += n - 1
         self._hand = best + n if best else at
         return best or None
+
+
+def note_moved(index: FreeRunIndex, blocks: list[KVCacheBlock], band: int) -> None:
+    """Give free blocks the age of the band to which they were moved."""
+    if band == DEFAULT_BAND:
+        index.note_moved(blocks, index.now)
+    elif band < DEFAULT_BAND:
+        index.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
+    else:
+        index.note_moved(blocks, KEPT)

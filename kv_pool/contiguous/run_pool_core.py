@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.run_index import EMPTY, KEPT
+from kv_pool.contiguous.run_index import KEPT, note_moved
 from kv_pool.contiguous.run_pool_state import RunPoolState
 from kv_pool.contiguous.run_taking import take_chosen, take_in_order
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.freeing import free_all, unpin_all
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.taking import take_listed
@@ -236,12 +235,7 @@ class RunPoolCore(RunPoolState):
         listed = as_list("blocks", blocks)
         try:
             super().move_to_band(listed, band)
-            if band == DEFAULT_BAND:
-                self.run_index.note_moved(listed, self.run_index.now)
-            elif band < DEFAULT_BAND:
-                self.run_index.note_moved(listed, EMPTY if band == EMPTY_BAND else EMPTY + 1)
-            else:
-                self.run_index.note_moved(listed, KEPT)
+            note_moved(self.run_index, listed, band)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True

@@ -132,12 +132,20 @@ class EvictionOrder:
         """
         if not self.is_open:
             raise InvalidArgumentError("the pool has no bands; open_bands() gives it some")
+        previous: KVCacheBlock | None = None
+        is_chain = len(blocks) > 0
         for block in blocks:
             if block.next_free_block is None or block.prev_free_block is None:
                 raise InvalidBlockError(
                     f"block {block.block_id} is in use; only free blocks are moved to a band"
                 )
+            if previous is not None and block.prev_free_block is not previous:
+                is_chain = False
+            previous = block
         end = self._find_end(band)
+        if is_chain:
+            self._move_chain(blocks[0], blocks[-1], end)
+            return
         for block in blocks:
             before = block.prev_free_block
             after = block.next_free_block
@@ -154,6 +162,24 @@ class EvictionOrder:
             block.next_free_block = end
             last.next_free_block = block
             end.prev_free_block = block
+
+    def _move_chain(self, first: KVCacheBlock, last: KVCacheBlock, end: KVCacheBlock) -> None:
+        """Move blocks that follow each other in the queue, as what was freed together does. O(1)."""
+        before = first.prev_free_block
+        after = last.next_free_block
+        back = end.prev_free_block
+        assert before is not None
+        assert after is not None
+        assert back is not None
+        if back is last:
+            return
+        # No call until the blocks are at their new place.
+        before.next_free_block = after
+        after.prev_free_block = before
+        first.prev_free_block = back
+        last.next_free_block = end
+        back.next_free_block = first
+        end.prev_free_block = last
 
     def merge(self) -> None:
         """Make all bands but the empty one the default band; the order of the blocks stays. O(bands)."""

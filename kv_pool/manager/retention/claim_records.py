@@ -154,6 +154,28 @@ class ClaimRecords:
             self.num_blocks -= 1
             self._drop_count(record, 1)
 
+    def drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove the claims from blocks, which come in stretches with equal ones."""
+        last_id: i32 = 0
+        old: Record | None = None
+        num_dropped = 0
+        for block in blocks:
+            old_id = block.retention_id
+            if old_id == 0:
+                continue
+            if old_id != last_id:
+                if old is not None:
+                    self._drop_count(old, num_dropped)
+                    self.num_blocks -= num_dropped
+                last_id = old_id
+                old = self.find(block)
+                num_dropped = 0
+            num_dropped += 1
+            block.retention_id = 0
+        if old is not None:
+            self._drop_count(old, num_dropped)
+            self.num_blocks -= num_dropped
+
     def drop_all(self, blocks: tuple[KVCacheBlock, ...]) -> None:
         """Remove all claims. `blocks` must be all blocks of the pool."""
         if self.num_blocks:

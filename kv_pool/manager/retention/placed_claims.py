@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 from mypy_extensions import i32
 
+from kv_pool.contiguous.run_index import note_moved
+from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Deadlines
-from kv_pool.core.eviction_order import DEFAULT_BAND, EXPIRED_BAND, Placement
+from kv_pool.core.eviction_order import DEFAULT_BAND, EXPIRED_BAND, EvictionOrder, Placement
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
@@ -32,6 +34,8 @@ class PlacedClaims(Placement):
 
     def __init__(self, block_pool: BlockPoolCore, clock: Callable[[], float], max_pinned_blocks: int) -> None:
         self._pool: BlockPoolCore = block_pool
+        self._order: EvictionOrder = block_pool.eviction_order
+        self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
         self._clock: Callable[[], float] = clock
         self.records: ClaimRecords = ClaimRecords()
         self.deadlines: Deadlines = Deadlines()
@@ -71,11 +75,6 @@ class PlacedClaims(Placement):
         held = [block for block in blocks if self.held.contains(block)]
         if held:
             self.held.remove(held)
-
-    def cover(self, block: KVCacheBlock, record: Record) -> None:
-        """Replace the claims on a block in use."""
-        self.pins.note(block, record.claims)
-        self.records.put(block, record)
 
     def change(self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool) -> None:
         """Give cached blocks, distinct and listed head first, other claims.
@@ -123,6 +122,11 @@ class PlacedClaims(Placement):
                 self.pins.note(block, record.claims)
         self.records.put_all(blocks, record)
 
+    def _cover(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
+        """Replace the claims on blocks in use."""
+        if blocks:
+            self._put_stretch(blocks, self.records.share(claims))
+
     def check_pins(self, num_new: int, num_replaced: int) -> None:
         """Raise PinLimitError if so many pins instead of others would be too many."""
         pins = self.pins
@@ -167,7 +171,8 @@ class PlacedClaims(Placement):
             self._drop(block)
         if used:
             self.records.put_all(used, self.records.share(record.claims))
-            self.note_taken(used)
+            if self.held.has_blocks:
+                self.note_taken(used)
         if free:
             self._claim_free(free, left, record.freed_at, record.strength)
         record.changes_at = NEVER
@@ -186,6 +191,8 @@ class PlacedClaims(Placement):
         self.is_marked = True
         pool = self._pool
         pool.touch([])  # completes what was interrupted there
+        if self._run_pool is not None:
+            self._run_pool.rebuild_index()
         self._is_moving = False
         self.records.rebuild(pool.blocks)
         pinned: set[KVCacheBlock] = set()
@@ -269,8 +276,7 @@ class PlacedClaims(Placement):
     def _put_claims(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float) -> None:
         """Put free blocks under a record of these claims, which are in force, or under none."""
         if not claims:
-            for block in blocks:
-                self.records.drop(block)
+            self.records.drop_stretch(blocks)
             return
         if all(not claim.is_session and claim.duration_s == NEVER for claim in claims):
             self.records.put_all(blocks, self.records.share(claims))
@@ -280,11 +286,17 @@ class PlacedClaims(Placement):
     def _put_in_place(self, blocks: list[KVCacheBlock], strength: int) -> None:
         """Move free blocks to the back of a band, or hold them if they are pinned."""
         if strength != PINNED:
-            self._pool.move_to_band(blocks, find_band(strength))
+            self._move(blocks, find_band(strength))
             return
         for block in blocks:
             self.pins.note(block, self.records.get_claims(block))
         self.held.add(blocks)
+
+    def _move(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """As `BlockPool.move_to_band`, without its checks of types."""
+        self._order.move(blocks, band)
+        if self._run_pool is not None:
+            note_moved(self._run_pool.run_index, blocks, band)
 
     def _release(self, blocks: list[KVCacheBlock]) -> None:
         """End the pins of free blocks; they are at the back of the default band then."""
@@ -305,16 +317,23 @@ class PlacedClaims(Placement):
         stretch_claims: tuple[Claim, ...] = NO_CLAIMS
         stretch_strength = 0
         stretch_freed_at = 0.0
+        used: list[KVCacheBlock] = []
+        used_claims: tuple[Claim, ...] = NO_CLAIMS
         for index in range(len(blocks) - 1, -1, -1):
             block = blocks[index]
             claims = new_claims[index]
             record = self.records.find(block) if self.records.get_claims(block) else None
             if block.next_free_block is None and not (block.ref_cnt == 1 and self.held.contains(block)):
-                if claims:
-                    self.cover(block, self.records.share(claims))
-                else:
+                if not claims:
                     self._drop(block)
-                self.note_taken([block])
+                elif claims is used_claims:
+                    used.append(block)
+                else:
+                    self._cover(used, used_claims)
+                    used = [block]
+                    used_claims = claims
+                if self.held.has_blocks:
+                    self.note_taken([block])
                 continue
             freed_at = now if restarts or record is None or record.is_shared else record.freed_at
             strength = EXPIRED if record is None else record.strength
@@ -330,6 +349,7 @@ class PlacedClaims(Placement):
                 stretch_strength = strength
                 stretch_freed_at = freed_at
             stretch.append(block)
+        self._cover(used, used_claims)
         if stretch:
             self._change_free(stretch, stretch_claims, stretch_freed_at, stretch_strength)
 
@@ -340,7 +360,7 @@ class PlacedClaims(Placement):
         live = list_live(claims, freed_at, self._clock())
         self._claim_free(blocks, live, freed_at, old_strength)
         if not live and old_strength != EXPIRED:
-            self._pool.move_to_band(blocks, DEFAULT_BAND)
+            self._move(blocks, DEFAULT_BAND)
 
 
 def find_band(strength: int) -> int:
