@@ -101,7 +101,7 @@ def read_raw(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float, f
     description = node.migrator.ask("source")
     reader = node.backend.open("source", description.backends[node.backend.name])
     transfer_id = secrets.token_bytes(16)
-    links = node.migrator._links
+    links = node.migrator._links  # noqa: SLF001 (what is sent is counted)
     prepare = PrepareTransfer(transfer_id, SequenceSubject("request"), False, node.site.layout, "target")
     offer = links.call("source", prepare, 5.0)
     assert isinstance(offer, Offer)

@@ -157,7 +157,7 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
     assert isinstance(disk, DiskTier)
     kept = [key for key in read_hit.keys if key in disk]
     ids = on_disk.ids[: len(kept)]
-    blocks_file = disk._files._blocks
+    blocks_file = disk._files._blocks  # noqa: SLF001 (the files are read as they are)
 
     def move_and_write() -> None:
         move()

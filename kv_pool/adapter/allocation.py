@@ -133,7 +133,7 @@ class Allocation:
         pool = self._pool
         return (
             len(pool.cached_block_hash_to_block) > 0
-            or len(pool._reuse_watchers) > 0
+            or len(pool.reuse_watchers) > 0
             or (len(pool.blocks) > _MAX_SCAN)
         )
 

@@ -82,14 +82,14 @@ class Snapshot:
         self.queue = [id(block) for block in pool.free_block_queue.get_all_free_blocks()]
         self.entries = {
             key: [id(block) for block in _list_copies(entry)]
-            for key, entry in pool.cached_block_hash_to_block._cache.items()
+            for key, entry in pool.cached_block_hash_to_block.entries.items()
         }
         self.secondary = {
             id(pool.blocks[block_id]): list(keys)
             for block_id, keys in pool.cached_block_hashes_by_block.items()
         }
         self.watchers = {
-            id(pool.blocks[block_id]): on_reuse for block_id, on_reuse in pool._reuse_watchers.items()
+            id(pool.blocks[block_id]): on_reuse for block_id, on_reuse in pool.reuse_watchers.items()
         }
 
 
@@ -110,7 +110,7 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
             raise CorruptedPoolError(f"C5: block {old_id}, now {block.block_id}, has changed otherwise, too")
     if after.queue != before.queue:
         raise CorruptedPoolError("C5: the free queue has another order")
-    for entry in pool.cached_block_hash_to_block._cache.values():
+    for entry in pool.cached_block_hash_to_block.entries.values():
         if isinstance(entry, dict):
             for block_id, block in entry.items():
                 if block.block_id != block_id:

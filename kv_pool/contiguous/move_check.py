@@ -38,11 +38,11 @@ def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> list[int]:
     pool.holds.check_movable(chosen)
     for source, target in moves:
         block = blocks[source]
-        if block.ref_cnt == 0 and block._block_hash is None:
+        if block.ref_cnt == 0 and block.key is None:
             raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
         block = blocks[target]
         if block.ref_cnt != 0:
             raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
-        if block._block_hash is not None:
+        if block.key is not None:
             cached.append(target)
     return cached

@@ -91,7 +91,7 @@ class FreeRunIndex:
         first: i64 = 0
         end: i64 = 0
         for block in blocks:
-            if block._owner is not owner:
+            if block.owner is not owner:
                 continue
             block_id: int = block.block_id  # 32 bits; an int goes with 64
             if block_id == end:
@@ -131,11 +131,11 @@ class FreeRunIndex:
         age: i64 = EMPTY
         num_kept: i64 = 0
         for block in blocks:
-            if block.ref_cnt != 0 or block._owner is not owner or block.is_null:
+            if block.ref_cnt != 0 or block.owner is not owner or block.is_null:
                 continue
             block_id: int = block.block_id  # 32 bits; an int goes with 64
             block_age: i64 = EMPTY
-            if keeps_all or (keeps_hashes and block._block_hash is not None):
+            if keeps_all or (keeps_hashes and block.key is not None):
                 block_age = now
                 num_kept += 1
             if block_age == age and block_id == first - 1:
@@ -161,7 +161,7 @@ class FreeRunIndex:
     def note_moved(self, blocks: list[KVCacheBlock], age: int) -> None:
         """These free blocks have changed their band. Those without content stay empty."""
         for block in blocks:
-            self.ages[block.block_id] = EMPTY if block._block_hash is None else age
+            self.ages[block.block_id] = EMPTY if block.key is None else age
 
     def note_emptied(self, block_id: int) -> None:
         """The block has lost its content; if it is free, it stays free."""
@@ -230,7 +230,7 @@ class FreeRunIndex:
         """
         chosen: list[KVCacheBlock] = []
         ages = self.ages
-        owner = blocks[0]._owner
+        owner = blocks[0].owner
         head = queue.fake_free_list_head.next_free_block
         while head is not None and head.ref_cnt == BAND_END:
             head = head.next_free_block
@@ -267,7 +267,7 @@ class FreeRunIndex:
             block = head
             tail = queue.fake_free_list_tail
             while need > 0 and block is not None and block is not tail:
-                if block._owner is owner and ages[block.block_id] != IN_USE:
+                if block.owner is owner and ages[block.block_id] != IN_USE:
                     rest.append(block.block_id)
                     need -= 1
                 block = block.next_free_block

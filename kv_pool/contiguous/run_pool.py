@@ -1,6 +1,7 @@
 """`RunBlockPool`: a block pool that hands out consecutive ids where it can, and on request nothing else."""
 
-from kv_pool.contiguous.run_pool_core import DEFAULT_EARLY_SHARE, DEFAULT_RUN_LENGTH, RunPoolCore
+from kv_pool.contiguous.run_pool_core import DEFAULT_RUN_LENGTH, RunPoolCore
+from kv_pool.contiguous.run_pool_state import DEFAULT_EARLY_SHARE
 from kv_pool.core.block_pool import BlockPool
 
 __all__ = ["DEFAULT_EARLY_SHARE", "DEFAULT_RUN_LENGTH", "RunBlockPool"]

@@ -5,69 +5,26 @@ from collections.abc import Callable, Iterable, Sequence
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.run_index import EMPTY, KEPT, FreeRunIndex, note_moved
+from kv_pool.contiguous.run_index import KEPT, note_moved
+from kv_pool.contiguous.run_pool_state import RunPoolState
+from kv_pool.contiguous.run_taking import take_chosen, take_in_order
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.clock import read_clock
-from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.freeing import free_all, unpin_all
 from kv_pool.core.id_swap import as_pairs, swap_ids
-from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
-from kv_pool.core.observer import BlockObserver
-from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.taking import take_first, take_listed
+from kv_pool.core.taking import take_listed
 from kv_pool.core.touching import touch_all
 from kv_pool.errors import (
     InvalidArgumentError,
-    InvalidBlockError,
-    KVPoolError,
     OutOfBlocksError,
 )
 
-DEFAULT_EARLY_SHARE = 0.2
 DEFAULT_RUN_LENGTH = 16
 
 
-# Each call changes the pool first, all or nothing, and then the index, which can be rebuilt from the pool.
-# Whatever interrupts a call therefore ends in a rebuild.
 @mypyc_attr(allow_interpreted_subclasses=True)
-class RunPoolCore(BlockPoolCore):
+class RunPoolCore(RunPoolState):
     """See `RunBlockPool`."""
-
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        enable_caching: bool,
-        hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: BlockObserver | None = None,
-        num_hash_lookahead_tokens: int = 0,
-        medium: str = MEDIUM_GPU,
-        *,
-        event_types: KVEventTypes = KV_EVENT_TYPES,
-        use_int_block_hashes: bool = True,
-        dense_events: bool = False,
-        clock: Callable[[], float] = read_clock,
-        early_share: float = DEFAULT_EARLY_SHARE,
-    ) -> None:
-        if not 0 <= early_share <= 1:
-            raise InvalidArgumentError(f"early_share is {early_share}; it is a share of the queue, 0 to 1")
-        super().__init__(
-            num_gpu_blocks,
-            enable_caching,
-            hash_block_size,
-            enable_kv_cache_events,
-            metrics_collector,
-            num_hash_lookahead_tokens,
-            medium,
-            event_types=event_types,
-            use_int_block_hashes=use_int_block_hashes,
-            dense_events=dense_events,
-            clock=clock,
-        )
-        self.early_share: float = early_share
-        self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share)
-        self.rebuild_index()
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -174,7 +131,7 @@ class RunPoolCore(BlockPoolCore):
     def _take_listed(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
             take_listed(self, listed, onto)
-            self.run_index.note_taken(listed, self._owner)
+            self.run_index.note_taken(listed, self.owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -190,7 +147,7 @@ class RunPoolCore(BlockPoolCore):
     def _touch(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
             touch_all(self, listed, onto)
-            self.run_index.note_taken(listed, self._owner)
+            self.run_index.note_taken(listed, self.owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -204,7 +161,7 @@ class RunPoolCore(BlockPoolCore):
         try:
             free_all(self, listed, False)
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self._owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(listed, self.owner, num_free, self.enable_caching, False)
             if self._placement is not None:
                 self._placement.place(listed)
         except BaseException as error:
@@ -222,7 +179,7 @@ class RunPoolCore(BlockPoolCore):
             free_all(self, ordered_blocks, False)
             is_freed = True
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(ordered_blocks, self._owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(ordered_blocks, self.owner, num_free, self.enable_caching, False)
             ordered_blocks.clear()
             if self._placement is not None:
                 self._placement.place(freed)
@@ -239,7 +196,7 @@ class RunPoolCore(BlockPoolCore):
         try:
             unpin_all(self, listed, on_reuse)
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self._owner, num_free, True, True)
+            self.run_index.note_freed(listed, self.owner, num_free, True, True)
             if self._placement is not None:
                 self._placement.place(listed)
         except BaseException as error:
@@ -253,7 +210,7 @@ class RunPoolCore(BlockPoolCore):
         try:
             super().evict_blocks(listed)
             for block_id in listed:
-                if block_id not in self._reuse_watchers:
+                if block_id not in self.reuse_watchers:
                     self.run_index.note_emptied(block_id)
         except BaseException as error:
             was_stale = self.run_index.is_stale
@@ -313,43 +270,6 @@ class RunPoolCore(BlockPoolCore):
     def list_free_runs(self) -> list[int]:
         """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return self.run_index.list_runs()
-
-    def rebuild_index(self) -> None:
-        """Rebuild the index from the free queue, such as after an edit of the queue by hand. O(blocks)."""
-        self.run_index.is_stale = True  # until it is done
-        if self._unfinished:
-            self._recover()
-        free = [block for block in self.free_block_queue.get_all_free_blocks() if block._owner is self._owner]
-        has_content = [
-            (block.block_hash is not None and self.enable_caching) or block.block_id in self._reuse_watchers
-            for block in free
-        ]
-        self.run_index.rebuild(self.num_gpu_blocks, free, has_content)
-        if self.eviction_order.is_open:
-            num_ordered = 0  # blocks of the default band and those above it, which are last in the queue
-            for band, blocks in self.eviction_order.list_bands():
-                ours = [block for block in blocks if block._owner is self._owner]
-                if band >= DEFAULT_BAND:
-                    num_ordered += len(ours)
-                if band > DEFAULT_BAND:
-                    self.run_index.note_moved(ours, KEPT)
-            self.run_index.note_moved(free[: len(free) - num_ordered], EMPTY + 1)
-        self.run_index.is_stale = False
-
-    def _follow(self, error: BaseException, was_stale: bool) -> None:
-        """Bring the index, which is marked as stale, in line with the pool after a call that raised."""
-        if (
-            isinstance(error, KVPoolError)
-            and not was_stale
-            and self.metrics_collector is None
-            and self.colder_tiers is None
-            and not self._reuse_watchers
-        ):
-            self.run_index.is_stale = False
-            return  # a refusal, with nothing changed
-        self.rebuild_index()
-        if self._placement is not None and not isinstance(error, KVPoolError):
-            self._placement.recover()
 
     # ---- other ids, other sizes ------------------------------------------------------------------
 
@@ -420,68 +340,3 @@ class RunPoolCore(BlockPoolCore):
                 f"the pool has {self.num_gpu_blocks} blocks and cannot shrink by {num_blocks}"
             )
         self.remove_last_blocks(num_blocks)
-
-
-def take_in_order(
-    pool: RunPoolCore, next_id: int, num_blocks: int, onto: list[KVCacheBlock] | None
-) -> list[KVCacheBlock]:
-    """Take blocks in runs, by preference from `next_id` on (0 for anywhere), or else in eviction order."""
-    index = pool.run_index
-    least = 0 if next_id else 1  # a block alone is no run
-    try:
-        if pool.early_share and num_blocks > least:
-            if index.is_stale:
-                pool.rebuild_index()
-            in_runs = take_in_runs(pool, index, next_id, num_blocks, onto)
-            if in_runs is not None:
-                return in_runs
-        if index.is_stale:
-            pool.rebuild_index()
-        taken = take_first(pool, num_blocks, onto)
-        index.note_taken(taken, pool._owner)
-    except BaseException as error:
-        was_stale = index.is_stale
-        index.is_stale = True
-        pool._follow(error, was_stale)
-        raise
-    return taken
-
-
-def take_in_runs(
-    pool: RunPoolCore, index: FreeRunIndex, next_id: int, num_blocks: int, onto: list[KVCacheBlock] | None
-) -> list[KVCacheBlock] | None:
-    """Take `num_blocks` blocks in long runs, by preference from `next_id` on; see `FreeRunIndex.choose`.
-
-    Return None, with nothing taken, if fewer blocks are free, or if the index was wrong; it `is_stale` then.
-    Raises:
-        As `take_blocks`. Nothing was taken; the index is stale.
-    """
-    if num_blocks > pool.free_block_queue.num_free_blocks:
-        return None
-    try:
-        chosen = index.choose(pool.blocks, pool.free_block_queue, next_id, num_blocks)
-    except BaseException:
-        index.is_stale = True
-        raise
-    if len(chosen) < num_blocks:
-        index.is_stale = True
-        return None
-    take_chosen(pool, index, chosen, onto)
-    return None if index.is_stale else chosen
-
-
-def take_chosen(
-    pool: RunPoolCore, index: FreeRunIndex, chosen: list[KVCacheBlock], onto: list[KVCacheBlock] | None
-) -> None:
-    """Take blocks that the index counts as in use already; if they were not all free, it is stale.
-
-    Raises:
-        Whatever a reuse watcher raises, or interrupts it. Nothing was taken; the index is stale.
-    """
-    may_call_others = len(pool._reuse_watchers) > 0
-    try:
-        take_listed(pool, chosen, onto)
-    except BaseException as error:
-        index.is_stale = True
-        if may_call_others or not isinstance(error, InvalidBlockError):
-            raise

@@ -27,6 +27,9 @@ class KVCacheBlock:
         prev_free_block, next_free_block: neighbours in the free queue; None when not linked.
         is_null: True for the pool's block 0, which stands for "no KV here" in a block table.
         pool: the pool that made the block, None for a bare block (or once its pool is gone).
+        key, num_key_tokens: `block_hash` and `block_hash_num_tokens` (-1 for None), without a call.
+        owner: a weak reference to `pool`, one object for all of its blocks, or None.
+        retention_id: the number under which a retention knows the block; 0 for none.
 
     Blocks compare by identity, are hashable, and can not be weakly referenced.
 
@@ -43,17 +46,17 @@ class KVCacheBlock:
     """
 
     __slots__ = (
-        "_block_hash",
         "_next_cached_id",
-        "_num_hash_tokens",
-        "_owner",
-        "_retention_id",
         "block_id",
         "generation",
         "is_null",
+        "key",
         "next_free_block",
+        "num_key_tokens",
+        "owner",
         "prev_free_block",
         "ref_cnt",
+        "retention_id",
     )
 
     def __init__(
@@ -71,9 +74,9 @@ class KVCacheBlock:
         self.block_id: i32 = block_id
         self.ref_cnt: i32 = ref_cnt
         # The key as bytes; Any, since vLLM's callers put in whatever they can tell apart.
-        self._block_hash: Any = _block_hash
+        self.key: Any = _block_hash
         # -1 for unknown: a native number, so that caching a block allocates none.
-        self._num_hash_tokens: i32 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
+        self.num_key_tokens: i32 = -1 if _block_hash_num_tokens is None else _block_hash_num_tokens
         # Written by the pool only. -1, or the prefix map's entry for the primary key is this block alone, and
         # the number is the id of the block that held the next part of the sequence when this one was last
         # cached, 0 if none did: a guess that saves a walk through the map, and is checked before it is used.
@@ -83,30 +86,38 @@ class KVCacheBlock:
         self.is_null: bool = is_null
         # Written by a retention: under which number it knows the block, 0 if it does not. A hash given to the
         # block since then makes the number negative: what was said of the block's content is void.
-        self._retention_id: i32 = 0
+        self.retention_id: i32 = 0
         self.generation: i32 = 0
         # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
-        self._owner: Any = None if pool is None else ref(pool)
+        self.owner: Any = None if pool is None else ref(pool)
 
     @property
     def block_hash(self) -> Any:
-        return self._block_hash  # bytes or None; Any, or compiled code would refuse what an engine put there
+        return self.key  # bytes or None; Any, or compiled code would refuse what an engine put there
+
+    @property
+    def _block_hash(self) -> Any:
+        return self.key  # vLLM's name of the field
+
+    @_block_hash.setter
+    def _block_hash(self, key: Any) -> None:
+        self.key = key
 
     @property
     def block_hash_num_tokens(self) -> int | None:
-        return None if self._num_hash_tokens < 0 else self._num_hash_tokens
+        return None if self.num_key_tokens < 0 else self.num_key_tokens
 
     @property
     def _block_hash_num_tokens(self) -> int | None:
-        return None if self._num_hash_tokens < 0 else self._num_hash_tokens
+        return None if self.num_key_tokens < 0 else self.num_key_tokens
 
     @_block_hash_num_tokens.setter
     def _block_hash_num_tokens(self, num_tokens: int | None) -> None:
-        self._num_hash_tokens = -1 if num_tokens is None else num_tokens
+        self.num_key_tokens = -1 if num_tokens is None else num_tokens
 
     @property
     def pool(self) -> Any:
-        owner = self._owner
+        owner = self.owner
         return None if owner is None else owner()
 
     def set_block_hash(self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None) -> None:
@@ -115,20 +126,20 @@ class KVCacheBlock:
         Raises:
             InvalidBlockError: the block already carries a hash or a token count. Nothing has changed.
         """
-        if self._block_hash is not None or self._num_hash_tokens >= 0:
+        if self.key is not None or self.num_key_tokens >= 0:
             raise InvalidBlockError(
                 f"block {self.block_id} already carries a hash; call reset_hash() or evict it first"
             )
-        self._block_hash = block_hash
-        self._num_hash_tokens = -1 if num_tokens is None else num_tokens
+        self.key = block_hash
+        self.num_key_tokens = -1 if num_tokens is None else num_tokens
         self._next_cached_id = -1
-        if self._retention_id > 0:
-            self._retention_id = -self._retention_id
+        if self.retention_id > 0:
+            self.retention_id = -self.retention_id
 
     def reset_hash(self) -> None:
         """Forget hash and token count. The prefix map is not told; `BlockPool` does both together."""
-        self._block_hash = None
-        self._num_hash_tokens = -1
+        self.key = None
+        self.num_key_tokens = -1
         self._next_cached_id = -1
 
     def __repr__(self) -> str:
@@ -136,7 +147,7 @@ class KVCacheBlock:
         after = self.next_free_block
         return (
             f"KVCacheBlock(block_id={self.block_id}, ref_cnt={self.ref_cnt}, "
-            f"_block_hash={self._block_hash!r}, "
+            f"_block_hash={self.key!r}, "
             f"_block_hash_num_tokens={self._block_hash_num_tokens}, "
             f"prev_free_block={None if before is None else before.block_id}, "
             f"next_free_block={None if after is None else after.block_id})"

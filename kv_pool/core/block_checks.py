@@ -9,7 +9,7 @@ from kv_pool.errors import InvalidBlockError, InvalidTypeError
 
 def check_ours(block: KVCacheBlock, owner: Any, call: str) -> None:
     """Raise InvalidBlockError if `block` is another pool's; a bare or a null block is nobody's."""
-    if block._owner is not owner and block._owner is not None and not block.is_null:
+    if block.owner is not owner and block.owner is not None and not block.is_null:
         raise InvalidBlockError(
             f"block {block.block_id} belongs to another pool; {call} takes blocks of this one"
         )
@@ -36,7 +36,7 @@ def raise_not_queued(block: KVCacheBlock) -> NoReturn:
 
 def raise_not_takeable(block: KVCacheBlock, owner: Any) -> NoReturn:
     """A block that `take_blocks` does not take."""
-    if block._owner is not owner or block.is_null:
+    if block.owner is not owner or block.is_null:
         raise InvalidBlockError(
             f"block {block.block_id} is {'null' if block.is_null else 'not one of this pool'}; "
             "take_blocks() takes free blocks of the pool"

@@ -56,7 +56,7 @@ def cache_full(
     if block_mask is not None and len(block_mask) != num_blocks:
         raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
     hashes = hashes_of(pool, request, num_cached_blocks, num_full_blocks, block_size)
-    owner = pool._owner
+    owner = pool.owner
     num_tokens: i32 = num_cached_blocks * block_size
     step: i32 = block_size
     num_skipped: i64 = 0
@@ -68,11 +68,11 @@ def cache_full(
             if block.is_null or (block_mask is not None and not block_mask[index]):
                 num_skipped += 1
                 continue
-            if block._owner is not owner:
+            if block.owner is not owner:
                 check_ours(block, owner, "cache_full_blocks()")
             elif block.ref_cnt <= 0:
                 raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
-            if block._block_hash is not None and not 0 <= block._num_hash_tokens < num_tokens:
+            if block.key is not None and not 0 <= block.num_key_tokens < num_tokens:
                 raise InvalidBlockError(
                     f"block {block.block_id} is cached for {block.block_hash_num_tokens} tokens "
                     f"already; only a hash over more than that replaces it, this one covers {num_tokens}"
@@ -152,9 +152,9 @@ def cache_partial(
         return None
     if pool._unfinished != NOTHING:
         pool._recover()
-    if block._owner is not pool._owner:
-        check_ours(block, pool._owner, "cache_partial_block()")
-    if block.ref_cnt <= 0 and block._owner is not None:
+    if block.owner is not pool.owner:
+        check_ours(block, pool.owner, "cache_partial_block()")
+    if block.ref_cnt <= 0 and block.owner is not None:
         raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
     unit = pool.hash_block_size
     if block_size < 1 or block_size % unit:
@@ -170,7 +170,7 @@ def cache_partial(
     key = make_block_hash_with_group_id(block_hash, kv_cache_group_id)
     covered = block.block_hash_num_tokens
     is_known = not replace_existing_hashes and (
-        block._block_hash == key or pool.cached_block_hash_to_block.contain(key, block.block_id)
+        block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id)
     )
     if is_known:
         return key
@@ -198,11 +198,11 @@ def cache_partial(
 
 def give_key(pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
     """Give `block` one more key; no event. A key that the block has already changes nothing."""
-    if block._owner is not pool._owner:
-        check_ours(block, pool._owner, "_insert_block_hash()")
+    if block.owner is not pool.owner:
+        check_ours(block, pool.owner, "_insert_block_hash()")
     if block.is_null:
         raise InvalidBlockError("the null block is never cached")
-    if block._block_hash == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
+    if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
         return
     insert_key(pool, key, block, num_tokens)
 
@@ -213,14 +213,14 @@ def move_hashes(pool: PoolState, src_block: KVCacheBlock, dst_block: KVCacheBloc
         refuse_type("src_block", src_block, "KVCacheBlock")
     if not isinstance(dst_block, KVCacheBlock):
         refuse_type("dst_block", dst_block, "KVCacheBlock")
-    if src_block._owner is not pool._owner:
-        check_ours(src_block, pool._owner, "move_block_hashes()")
-    if dst_block._owner is not pool._owner:
-        check_ours(dst_block, pool._owner, "move_block_hashes()")
+    if src_block.owner is not pool.owner:
+        check_ours(src_block, pool.owner, "move_block_hashes()")
+    if dst_block.owner is not pool.owner:
+        check_ours(dst_block, pool.owner, "move_block_hashes()")
     if dst_block.is_null:
         raise InvalidBlockError("the null block is never cached")
     secondary = pool.cached_block_hashes_by_block
-    if dst_block._block_hash is not None or (secondary and dst_block.block_id in secondary):
+    if dst_block.key is not None or (secondary and dst_block.block_id in secondary):
         raise InvalidBlockError(
             f"block {dst_block.block_id} carries hashes of its own; evict it before it takes over those "
             f"of block {src_block.block_id}"
@@ -257,5 +257,5 @@ def emit_cached(
     if not pool.enable_kv_cache_events or num_cached_blocks <= 0:
         return
     hashes: list[BlockHash | None] = [*hashes_of(pool, request, 0, num_cached_blocks, block_size)]
-    event = make_stored(pool, request, hashes, None, 0, block_size, kv_cache_group_id, pool._reported_type)
+    event = make_stored(pool, request, hashes, None, 0, block_size, kv_cache_group_id, pool.reported_type)
     pool.kv_event_queue.append(event)

@@ -18,7 +18,7 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
     num_before = pool.num_evictions
     if not pool.enable_kv_cache_events:
         drop_keys(pool, block, None)
-    elif block._block_hash is not None or pool.cached_block_hashes_by_block:
+    elif block.key is not None or pool.cached_block_hashes_by_block:
         try:
             drop_keys(pool, block, pool._unannounced)
         finally:
@@ -40,11 +40,11 @@ def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     try:
         for block in blocks:
             if is_sure and block._next_cached_id >= 0:
-                key = cast(BlockHashWithGroupId, block._block_hash)
+                key = cast(BlockHashWithGroupId, block.key)
                 if announces:
                     keys.append(key)
-                block._block_hash = None
-                block._num_hash_tokens = -1
+                block.key = None
+                block.num_key_tokens = -1
                 block._next_cached_id = -1
                 try:
                     del entries[key]
@@ -53,10 +53,10 @@ def evict_all(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
                         del keys[-1]
                     continue
                 num_deleted += 1
-            elif block._block_hash is not None or pool.cached_block_hashes_by_block:
+            elif block.key is not None or pool.cached_block_hashes_by_block:
                 drop_keys(pool, block, keys if announces else None)
     finally:
-        if keys and block._block_hash is keys[-1]:  # interrupted before it was dropped
+        if keys and block.key is keys[-1]:  # interrupted before it was dropped
             del keys[-1]
         cache._num_keys -= num_deleted
         pool.num_evictions += num_deleted
@@ -83,7 +83,7 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
             others = secondary.get(block_id)
             if others is not None:
                 following = next(iter(others), None)
-        key = cast(BlockHashWithGroupId | None, block._block_hash)
+        key = cast(BlockHashWithGroupId | None, block.key)
         if key is None and others is None:
             return
         found: Any = None if key is None else entries.get(key)
@@ -107,8 +107,8 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
                 del copies[block.block_id]
             pool.num_evictions += 1
         # The next key becomes the primary one, and is dropped then.
-        block._block_hash = following
-        block._num_hash_tokens = -1
+        block.key = following
+        block.num_key_tokens = -1
         block._next_cached_id = -1
         if others is not None:
             if following is not None:
@@ -125,7 +125,7 @@ def announce_removed(pool: PoolState) -> None:
     keys = pool._unannounced
     events = pool.kv_event_queue
     medium = pool.medium
-    make_removed = pool._removed_type
+    make_removed = pool.removed_type
     hashes: list[Any] = (
         cast(Any, make_external_block_hashes(keys, 4))
         if pool.use_int_block_hashes
@@ -151,7 +151,7 @@ def join_removed(
     pool: PoolState, keys: list[BlockHashWithGroupId], hashes: list[Any], made: list[Any]
 ) -> None:
     """Append one `BlockRemoved` for all keys in a row of one group, as long as no hash repeats."""
-    make_removed = pool._removed_type
+    make_removed = pool.removed_type
     suffix = keys[0][-4:]
     group_id = get_group_id(keys[0])
     seen: dict[Any, None] = {}

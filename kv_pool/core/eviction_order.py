@@ -98,7 +98,7 @@ class EvictionOrder:
         queue = self._queue
         tail = queue.fake_free_list_tail
         first = queue.fake_free_list_head.next_free_block
-        while first is not None and first is not tail and first._block_hash is None:
+        while first is not None and first is not tail and first.key is None:
             first = first.next_free_block
         assert first is not None
         empty_end = KVCacheBlock(-1, BAND_END)

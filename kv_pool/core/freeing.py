@@ -16,7 +16,7 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
     """See `BlockPool.free_blocks`; empties the list in the same step, if asked to."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    owner = pool._owner
+    owner = pool.owner
     caching = pool.enable_caching
     # Two chains are linked on the way, and spliced into the queue when all went well.
     front_first: KVCacheBlock | None = None
@@ -34,14 +34,14 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
             if block.is_null:
                 num_done += 1
                 continue
-            if block._owner is not owner and block._owner is not None:
+            if block.owner is not owner and block.owner is not None:
                 if foreign is None:
                     foreign = []
                 foreign.append(block)
                 num_done += 1
                 continue
             ref_cnt = block.ref_cnt - 1
-            if ref_cnt < 0 and block._owner is not None:
+            if ref_cnt < 0 and block.owner is not None:
                 raise InvalidBlockError(
                     f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
                     "Was it freed twice?"
@@ -50,7 +50,7 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
             num_done += 1
             if ref_cnt != 0:
                 continue
-            if block._block_hash is None or not caching:
+            if block.key is None or not caching:
                 if front_last is None:
                     front_first = block
                 else:
@@ -125,7 +125,7 @@ def unpin_all(
         raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; it is called with the block")
     if pool._unfinished != NOTHING:
         pool._recover()
-    owner = pool._owner
+    owner = pool.owner
     queue = pool.free_block_queue
     listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
     first: KVCacheBlock | None = None
@@ -153,7 +153,7 @@ def unpin_all(
                 num_freed += 1
         queue.splice(None, None, 0, first, last, num_freed)
         is_freed = True
-        watchers = pool._reuse_watchers
+        watchers = pool.reuse_watchers
         for block in listed:
             watchers[block.block_id] = on_reuse
     except BaseException as error:
@@ -172,7 +172,7 @@ def group_by_pool(
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] = {}
     references: dict[int, int] = {}
     for block in blocks:
-        pool = block._owner()
+        pool = block.owner()
         if pool is None:
             raise InvalidBlockError(f"block {block.block_id} belongs to a pool that is gone")
         left = references.get(id(block), block.ref_cnt) - 1

@@ -26,6 +26,11 @@ class BlockHashToBlockMap:
         # How many keys there should be: it differs from len(_cache) once a caller edited that.
         self._num_keys: int = 0
 
+    @property
+    def entries(self) -> dict[BlockHashWithGroupId, Any]:
+        """The live entries, to be looked at: from a key to its block, or to a dict of its blocks by id."""
+        return self._cache
+
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that has carried `key` longest, or None. O(1)."""
         found = self._cache.get(key)

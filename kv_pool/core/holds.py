@@ -176,7 +176,7 @@ class BlockHolds:
     """
 
     def __init__(self, owner: Any, clock: Callable[[], float]) -> None:
-        self._owner: Any = owner
+        self.owner: Any = owner
         self.clock: Callable[[], float] = clock
         self.deadlines: Deadlines = Deadlines()
         self.num_overdue: int = 0
@@ -194,7 +194,7 @@ class BlockHolds:
     def list_fixed_ids(self) -> list[int]:
         """Ids of blocks that may not be moved: held ones, once for each hold, and watched ones. O(these)."""
         ids = [block.block_id for hold in self._open if not hold.is_movable for block in hold._blocks]
-        ids += self._owner()._reuse_watchers
+        ids += self.owner().reuse_watchers
         return ids
 
     def count_references(self) -> dict[KVCacheBlock, int]:
@@ -219,7 +219,7 @@ class BlockHolds:
             for hold in self._open
             if hold.contains(block)
         ]
-        if block.block_id in self._owner()._reuse_watchers:
+        if block.block_id in self.owner().reuse_watchers:
             reports.append(HoldReport("watched until its reuse", None, None, False, HoldState.OPEN))
         return reports
 
@@ -268,7 +268,7 @@ class BlockHolds:
         self.deadlines.push_at(hold, until)
         try:
             if listed:
-                self._owner().touch_onto(listed, self._arriving)
+                self.owner().touch_onto(listed, self._arriving)
             # No call until the references are the hold's.
             self._open[hold] = None
             if onto is not None:
@@ -315,13 +315,13 @@ class BlockHolds:
 
     def list_holdable(self, blocks: list[KVCacheBlock], reason: str) -> list[KVCacheBlock]:
         """Return the distinct blocks without null blocks. Raises what `BlockPool.hold` says."""
-        owner = self._owner
+        owner = self.owner
         has_nulls = False
         for block in blocks:
             if block.is_null:
                 has_nulls = True
-            elif block._owner is not owner or (block.ref_cnt < 1 and block._block_hash is None):
-                why = "free and has no content" if block._owner is owner else "not one of this pool"
+            elif block.owner is not owner or (block.ref_cnt < 1 and block.key is None):
+                why = "free and has no content" if block.owner is owner else "not one of this pool"
                 raise InvalidBlockError(f"block {block.block_id} is {why}; it cannot be held as {reason}")
         distinct = list(dict.fromkeys(blocks))
         return [block for block in distinct if not block.is_null] if has_nulls else distinct
@@ -330,7 +330,7 @@ class BlockHolds:
         """Raise InvalidBlockError for the first of these ids that may not be moved. O(held blocks)."""
         for block_id in self.list_fixed_ids():
             if block_id in block_ids:
-                reports = self.explain(self._owner().blocks[block_id])
+                reports = self.explain(self.owner().blocks[block_id])
                 reasons = [report.reason for report in reports if not report.is_movable]
                 raise InvalidBlockError(
                     f"C3: block {block_id} is {' and '.join(reasons)}: it {what} before that has ended"
@@ -346,7 +346,7 @@ class BlockHolds:
         added = dict.fromkeys(blocks)
         nothing: list[KVCacheBlock] = []
         try:
-            self._owner().touch_onto(blocks, self._arriving)
+            self.owner().touch_onto(blocks, self._arriving)
             hold._blocks |= added
             self._arriving = nothing  # no call in between
         except BaseException:
@@ -385,10 +385,10 @@ class BlockHolds:
     def settle(self) -> None:
         """Drop the references that a call has left, also one that was interrupted."""
         if self._arriving:
-            self._owner().free_out_of(self._arriving)
+            self.owner().free_out_of(self._arriving)
         if self._leaving:
             if self._leaving_from is not None:
                 for block in self._leaving:
                     self._leaving_from._blocks.pop(block, None)
                 self._leaving_from = None
-            self._owner().free_out_of(self._leaving)
+            self.owner().free_out_of(self._leaving)

@@ -16,7 +16,7 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
     """See `BlockPool.swap_block_ids`."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    if pool.holds.list_holds() or pool._reuse_watchers:
+    if pool.holds.list_holds() or pool.reuse_watchers:
         pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
     old = pool.blocks
     num_blocks = len(old)
@@ -36,7 +36,7 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
             break
         new[first_id] = second
         new[second_id] = first
-        if first._block_hash is not None or second._block_hash is not None:
+        if first.key is not None or second.key is not None:
             any_cached = True
             if first._next_cached_id < 0 or second._next_cached_id < 0:
                 any_keyed_by_id = True
@@ -102,9 +102,9 @@ def plan_rekeying(
     entries = pool.cached_block_hash_to_block._cache
     changed: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
     for block in moved:
-        if block._block_hash is None or (block._next_cached_id >= 0 and secondary is None):
+        if block.key is None or (block._next_cached_id >= 0 and secondary is None):
             continue
-        keys: list[Any] = [block._block_hash]
+        keys: list[Any] = [block.key]
         if secondary is not None:
             keys.extend(pool.cached_block_hashes_by_block.get(block.block_id, ()))
         for key in keys:

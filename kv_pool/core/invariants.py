@@ -164,5 +164,5 @@ def check_prefix_map(pool: BlockPool) -> None:
             f"H3: the map has {len(entries)} keys and counts {pool.cached_block_hash_to_block._num_keys}"
         )
     for block in pool.blocks:
-        if block._next_cached_id >= 0 and entries.get(block._block_hash) is not block:
+        if block._next_cached_id >= 0 and entries.get(block.key) is not block:
             raise CorruptedPoolError(f"H2: block {block.block_id} is not the one entry of its hash")

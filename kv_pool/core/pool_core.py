@@ -187,7 +187,7 @@ class BlockPoolCore(PrefixCache):
         """May its only holder write into the block? Not if it is null, shared, free or cached."""
         if not isinstance(block, KVCacheBlock):
             refuse_type("block", block, "KVCacheBlock")
-        return not block.is_null and block.ref_cnt == 1 and block._block_hash is None
+        return not block.is_null and block.ref_cnt == 1 and block.key is None
 
     # ---- evicting --------------------------------------------------------------------------------
 
@@ -259,13 +259,13 @@ class BlockPoolCore(PrefixCache):
             return False
         num_keys = sum([len(keys) for keys in self.cached_block_hashes_by_block.values()])
         for block in self.blocks:
-            if block._block_hash is not None:
+            if block.key is not None:
                 num_keys += 1
         self._unfinished_total = self.num_evictions + num_keys
         try:
             self.cached_block_hash_to_block = BlockHashToBlockMap()
-            if self._reuse_watchers:
-                watched = [block_id for block_id in self._reuse_watchers if block_id < self.num_gpu_blocks]
+            if self.reuse_watchers:
+                watched = [block_id for block_id in self.reuse_watchers if block_id < self.num_gpu_blocks]
                 tell_watchers(self, [self.blocks[block_id] for block_id in watched])
         finally:
             self._unfinished = RESETTING
@@ -399,8 +399,8 @@ class BlockPoolCore(PrefixCache):
         if self._unfinished != NOTHING:
             self._recover()
         for block in listed:
-            if block._owner is not self._owner:
-                check_ours(block, self._owner, "move_to_band()")
+            if block.owner is not self.owner:
+                check_ours(block, self.owner, "move_to_band()")
         self.eviction_order.move(listed, band)
 
     def merge_bands(self) -> None:

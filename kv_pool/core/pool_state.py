@@ -82,10 +82,10 @@ class PoolState:
         self.metrics_collector: BlockObserver | None = metrics_collector
         self.num_hash_lookahead_tokens: int = num_hash_lookahead_tokens
         self.medium: str = medium
-        self._stored_type: Any = event_types.stored
-        self._removed_type: Any = event_types.removed
-        self._cleared_type: Any = event_types.cleared
-        self._reported_type: Any = event_types.reported or event_types.stored
+        self.stored_type: Any = event_types.stored
+        self.removed_type: Any = event_types.removed
+        self.cleared_type: Any = event_types.cleared
+        self.reported_type: Any = event_types.reported or event_types.stored
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
@@ -101,9 +101,9 @@ class PoolState:
         self._unfinished_blocks: list[KVCacheBlock] = []
         self._unfinished_hashes: list[BlockHash] = []
         self._unfinished_suffix: bytes = b""
-        self._owner: Any = ref(self)
+        self.owner: Any = ref(self)
         for block in blocks:
-            block._owner = self._owner
+            block.owner = self.owner
         # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
         # and a young collection now lets that visit happen here instead of while requests are served.
         self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
@@ -118,8 +118,8 @@ class PoolState:
         self.num_gpu_blocks: int = len(blocks)
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
-        self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
-        self.holds: BlockHolds = BlockHolds(self._owner, clock)
+        self.reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self.holds: BlockHolds = BlockHolds(self.owner, clock)
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
         self._placement: Placement | None = None
         self._unfinished_count: i64 = 0

@@ -65,7 +65,7 @@ class PrefixCache(PoolState):
                 if 0 < next_id < self._num_guessable:
                     guess = self.blocks[next_id]
                     suffix = group_suffix(kv_cache_group_ids[0])
-                    if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                    if guess._next_cached_id >= 0 and is_key(guess.key, block_hash, suffix):
                         self._last_found = guess
                         return [guess]
             found: list[KVCacheBlock] = []
@@ -119,7 +119,7 @@ class PrefixCache(PoolState):
             for block_hash in block_hashes[:max_num_blocks]:
                 if 0 < next_id < num_guessable:
                     guess = blocks[next_id]
-                    if guess._next_cached_id >= 0 and is_key(guess._block_hash, block_hash, suffix):
+                    if guess._next_cached_id >= 0 and is_key(guess.key, block_hash, suffix):
                         found.append(guess)
                         next_id = guess._next_cached_id
                         continue
@@ -139,8 +139,8 @@ class PrefixCache(PoolState):
         keys: list[BlockHashWithGroupId] = []
         listed: list[KVCacheBlock] = as_list_of("blocks", blocks, KVCacheBlock)
         for block in listed:
-            if block._block_hash is not None:
-                keys.append(cast(BlockHashWithGroupId, block._block_hash))
+            if block.key is not None:
+                keys.append(cast(BlockHashWithGroupId, block.key))
                 if secondary:
                     keys.extend(secondary.get(block.block_id, ()))
         return keys
@@ -262,8 +262,8 @@ class PrefixCache(PoolState):
 
         vLLM's Mamba manager calls this one by name.
         """
-        if block._owner is not self._owner:
-            check_ours(block, self._owner, "_maybe_evict_cached_block()")
+        if block.owner is not self.owner:
+            check_ours(block, self.owner, "_maybe_evict_cached_block()")
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
         return evict(self, block)

@@ -30,7 +30,7 @@ def add_keys(
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
-    owner = pool._owner
+    owner = pool.owner
     num_added: i64 = 0
     num_keys: i64 = len(entries)
     try:
@@ -38,7 +38,7 @@ def add_keys(
             num_tokens += block_size
             if block.is_null:
                 continue
-            if block._block_hash is not None:
+            if block.key is not None:
                 evict(pool, block)
                 num_keys = len(entries)
             key = BlockHashWithGroupId(block_hash + suffix)
@@ -50,11 +50,11 @@ def add_keys(
                 continue
             else:
                 cache.insert(key, block)
-            block._block_hash = key
-            block._num_hash_tokens = num_tokens
-            if block._retention_id > 0:
-                block._retention_id = -block._retention_id
-            if block._owner is owner:
+            block.key = key
+            block.num_key_tokens = num_tokens
+            if block.retention_id > 0:
+                block.retention_id = -block.retention_id
+            if block.owner is owner:
                 if before._next_cached_id >= 0:
                     before._next_cached_id = block.block_id
                 before = block
@@ -74,7 +74,7 @@ def remove_added_keys(
         if block.is_null:
             continue
         key = BlockHashWithGroupId(block_hash + suffix)
-        if block._block_hash == key:
+        if block.key == key:
             drop_keys(pool, block, None)
             continue
         # The map may know the block under a key that the block did not get any more.
@@ -94,8 +94,8 @@ def insert_key(
     entries = cache._cache
     secondary = pool.cached_block_hashes_by_block
     block_id = block.block_id
-    is_primary = block._block_hash is None
-    if is_primary and block._num_hash_tokens >= 0:
+    is_primary = block.key is None
+    if is_primary and block.num_key_tokens >= 0:
         raise InvalidBlockError(f"block {block_id} has a token count without a hash; call reset_hash()")
     others = secondary.get(block_id)
     only_other: dict[BlockHashWithGroupId, None] = {key: None}
@@ -129,8 +129,8 @@ def insert_key(
                 del others[key]
         raise
     if is_primary:
-        block._block_hash = key
-        block._num_hash_tokens = -1 if num_tokens is None else num_tokens
+        block.key = key
+        block.num_key_tokens = -1 if num_tokens is None else num_tokens
         block._next_cached_id = -1
-        if block._retention_id > 0:
-            block._retention_id = -block._retention_id
+        if block.retention_id > 0:
+            block.retention_id = -block.retention_id

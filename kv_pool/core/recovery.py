@@ -71,10 +71,10 @@ def recover(pool: PoolState) -> None:
                 if todo == CLEARING_LINKS_OF_TAKEN:
                     block.generation += 1
     elif todo == UNDO_FREEING:
-        owner = pool._owner
+        owner = pool.owner
         while pool._unfinished_count > 0:
             block = blocks[pool._unfinished_count - 1]
-            if not block.is_null and (block._owner is owner or block._owner is None):
+            if not block.is_null and (block.owner is owner or block.owner is None):
                 if block.ref_cnt == 0:
                     block.prev_free_block = None
                     block.next_free_block = None
@@ -84,22 +84,22 @@ def recover(pool: PoolState) -> None:
         on_reuse = pool._unfinished_watcher
         assert on_reuse is not None
         for block in blocks:
-            pool._reuse_watchers[block.block_id] = on_reuse
+            pool.reuse_watchers[block.block_id] = on_reuse
     elif todo == RESETTING:
         if pool.colder_tiers is not None:
             pool.colder_tiers.on_cache_reset()
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
-        pool._reuse_watchers.clear()  # what is left waits for bare blocks
+        pool.reuse_watchers.clear()  # what is left waits for bare blocks
         for block in pool.blocks:
-            if block._block_hash is not None:
-                block._block_hash = None
-                block._num_hash_tokens = -1
+            if block.key is not None:
+                block.key = None
+                block.num_key_tokens = -1
                 block._next_cached_id = -1
         pool.eviction_order.note_all_empty()
         if pool._placement is not None:
             pool._placement.note_reset()
-        cleared = [pool._cleared_type()] if pool.enable_kv_cache_events else []
+        cleared = [pool.cleared_type()] if pool.enable_kv_cache_events else []
         events = pool.kv_event_queue
         events += cleared
         pool.num_evictions = pool._unfinished_total

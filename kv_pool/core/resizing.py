@@ -23,7 +23,7 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
     added = [KVCacheBlock(block_id) for block_id in range(num_before, num_before + num_blocks)]
     last = added[0]
     for block in added:
-        block._owner = pool._owner
+        block.owner = pool.owner
         if block is not last:
             block.prev_free_block = last
             last.next_free_block = block
@@ -64,7 +64,7 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
     if pool.colder_tiers is not None:
         pool.colder_tiers.store_pending()  # removed blocks may hold bytes that tiers do not have yet
     blocks = pool.blocks[:num_left]
-    if pool._reuse_watchers:
+    if pool.reuse_watchers:
         tell_watchers_of(pool, removed)
     for block in removed:
         if pool.metrics_collector is not None:

@@ -46,7 +46,7 @@ def make_stored(
             first = after
     token_ids = request.all_token_ids[start:end]
     lora = request.lora_request
-    event: KVCacheEvent = (make_event or pool._stored_type)(
+    event: KVCacheEvent = (make_event or pool.stored_type)(
         block_hashes=make_external_block_hashes(stored, 0) if pool.use_int_block_hashes else stored,
         parent_block_hash=None if parent is None else make_external_hash(pool, parent),
         token_ids=token_ids if isinstance(token_ids, list) else list(token_ids),

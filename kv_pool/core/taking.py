@@ -31,7 +31,7 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
         )
     if num_blocks < 0:
         raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
-    if pool._reuse_watchers:
+    if pool.reuse_watchers:
         tell_watchers_of_next(pool, num_blocks)
     taken: list[KVCacheBlock] = []
     if num_blocks == 0:
@@ -65,7 +65,7 @@ def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None
             block.next_free_block = None
             block.ref_cnt = 1
             block.generation += 1
-            if block._block_hash is not None:
+            if block.key is not None:
                 any_cached = True
             block = after
         assert block is not None
@@ -125,10 +125,10 @@ def take_listed(
     """
     if pool._unfinished != NOTHING:
         pool._recover()
-    if is_reuse and pool._reuse_watchers:
+    if is_reuse and pool.reuse_watchers:
         check_takeable(pool, listed)
         tell_watchers_of(pool, listed)
-    owner = pool._owner
+    owner = pool.owner
     queue = pool.free_block_queue
     num_listed = len(listed)
     any_cached = len(pool.cached_block_hashes_by_block) > 0
@@ -138,11 +138,11 @@ def take_listed(
         for block in listed:
             before = block.prev_free_block
             after = block.next_free_block
-            if block._owner is not owner or block.is_null or block.ref_cnt != 0:
+            if block.owner is not owner or block.is_null or block.ref_cnt != 0:
                 raise_not_takeable(block, owner)
             if before is None or after is None:
                 raise_not_takeable(block, owner)
-            if block._block_hash is not None:
+            if block.key is not None:
                 any_cached = True
             # The block keeps its own links until all went well: they say where it belongs.
             before.next_free_block = after
@@ -173,10 +173,10 @@ def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     seen: set[int] = set()
     try:
         for block in listed:
-            if block._owner is not pool._owner or block.is_null or block.ref_cnt != 0:
-                raise_not_takeable(block, pool._owner)
+            if block.owner is not pool.owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, pool.owner)
             if block.next_free_block is None or block.block_id in seen:
-                raise_not_takeable(block, pool._owner)
+                raise_not_takeable(block, pool.owner)
             seen.add(block.block_id)
     except Exception as error:
         raise_typed(error, listed, "take_blocks()")
@@ -207,7 +207,7 @@ def tell_observer(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObs
 def tell_tiers(pool: PoolState, taken: list[KVCacheBlock], tiers: ColderTiers) -> None:
     """Say which of these blocks lose content that could be hit; they still have their keys."""
     if pool.enable_caching:
-        tiers.on_blocks_reused([block for block in taken if block._block_hash is not None])
+        tiers.on_blocks_reused([block for block in taken if block.key is not None])
 
 
 def tell_watchers_of_next(pool: PoolState, num_blocks: int) -> None:
@@ -259,7 +259,7 @@ def tell_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
 def tell_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     """Call the reuse watchers of these blocks, in order, and forget them."""
     for block in blocks:
-        on_reuse = pool._reuse_watchers.get(block.block_id)
+        on_reuse = pool.reuse_watchers.get(block.block_id)
         if on_reuse is not None:
-            del pool._reuse_watchers[block.block_id]
+            del pool.reuse_watchers[block.block_id]
             on_reuse(block)

@@ -17,13 +17,13 @@ def touch_all(pool: PoolState, listed: list[KVCacheBlock], onto: list[KVCacheBlo
     """See `BlockPool.touch`; appends the blocks to `onto` as well."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    owner = pool._owner
+    owner = pool.owner
     num_taken: i64 = 0
     num_done: i64 = 0
     is_touched = False
     try:
         for block in listed:
-            if block._owner is not owner:
+            if block.owner is not owner:
                 check_stranger(pool, block)
             if block.is_null:
                 num_done += 1
@@ -71,8 +71,8 @@ def check_stranger(pool: PoolState, block: KVCacheBlock) -> None:
 
     O(num_free_blocks) for a bare block that is free.
     """
-    check_ours(block, pool._owner, "touch()")
-    if block._owner is not None or block.ref_cnt or block.is_null:
+    check_ours(block, pool.owner, "touch()")
+    if block.owner is not None or block.ref_cnt or block.is_null:
         return
     if not any(free is block for free in pool.free_block_queue.iter_blocks_after(None)):
         raise_not_queued(block)

@@ -72,7 +72,7 @@ def check_resident(state: StreamState, *pools: BlockPool) -> None:
     """E1, E2. O(keys). All that the pools cache must have gone through `state.apply`."""
     carried: Counter[Key] = Counter()
     for pool in pools:
-        for key, entry in pool.cached_block_hash_to_block._cache.items():
+        for key, entry in pool.cached_block_hash_to_block.entries.items():
             place = Place(pool.medium, get_group_id(key), None, None)
             external_hash = make_external_hash(pool, get_block_hash(key))
             carried[place, external_hash] += 1 if isinstance(entry, KVCacheBlock) else len(entry)

@@ -179,7 +179,7 @@ def _pass_over_cached(
     """The mask without blocks that are cached already: by a fork that shares them and went on first."""
     for position in range(first, end):
         block = table.blocks[position]
-        if block._block_hash is not None and block._num_hash_tokens >= (position + 1) * group.block_size:
+        if block.key is not None and block.num_key_tokens >= (position + 1) * group.block_size:
             if mask is None:
                 mask = [True] * (end - first)
             mask[position - first] = False

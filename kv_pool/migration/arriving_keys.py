@@ -56,7 +56,7 @@ def insert_keys(
         new_events = [make_event(key)] if pool.enable_kv_cache_events else []
         was_known = pool.cached_block_hash_to_block.contain(key, block.block_id)
         try:
-            pool._insert_block_hash(key, block, offered.num_tokens)
+            pool._insert_block_hash(key, block, offered.num_tokens)  # noqa: SLF001 (vLLM's name)
             events += new_events
         except BaseException:
             is_known = pool.cached_block_hash_to_block.contain(key, block.block_id)

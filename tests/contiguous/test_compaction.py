@@ -148,7 +148,7 @@ def leave_a_copy_under_its_old_id(pool):
 
 
 def leave_a_watcher(pool):
-    pool._reuse_watchers[7] = pool._reuse_watchers.pop(6)
+    pool.reuse_watchers[7] = pool.reuse_watchers.pop(6)
 
 
 def leave_secondary_keys(pool):
@@ -191,7 +191,7 @@ def test_c5_to_c8_damage_after_a_move_is_noticed(damage, broken):
     pool, engine = make_engine(enable_kv_cache_events=True)
     cache(pool, pool.blocks[7], 4)  # a second copy of what block 4 holds
     pool.cache_partial_block(make_request([b"more"]), pool.blocks[4], 4, 0, 4)
-    pool._reuse_watchers[6] = print
+    pool.reuse_watchers[6] = print
     before = invariants.Snapshot(pool)
     relocation = apply_moves(pool, moves((4, 2), (3, 8)), engine.copy)
     invariants.check_relocation(before, pool, relocation)

@@ -289,7 +289,7 @@ def test_a_pool_grows_by_free_blocks_that_are_next():
 def test_a_pool_shrinks_by_free_blocks_that_are_evicted():
     pool = make_run_pool("free: 1* 4* 3 | in use: 2", enable_kv_cache_events=True)
     told = []
-    pool._reuse_watchers[3] = told.append
+    pool.reuse_watchers[3] = told.append
     removed = pool.blocks[3]
     pool.shrink(2)
     assert state(pool) == "free: 1* | in use: 2"

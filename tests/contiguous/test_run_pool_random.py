@@ -88,7 +88,7 @@ class Life:
 
     def live(self):
         """Blocks whose bytes matter: in use, findable, or waited for."""
-        watched = self.pool._reuse_watchers
+        watched = self.pool.reuse_watchers
         return [
             block
             for block in self.pool.blocks[1:]

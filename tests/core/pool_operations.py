@@ -287,7 +287,7 @@ class PoolSide(Side):
                 [block_id, [key.hex() for key in keys]]
                 for block_id, keys in pool.cached_block_hashes_by_block.items()
             ),
-            "watched": [[block_id, watcher.name] for block_id, watcher in pool._reuse_watchers.items()],
+            "watched": [[block_id, watcher.name] for block_id, watcher in pool.reuse_watchers.items()],
             "events": [msgspec.to_builtins(event) for event in pool.kv_event_queue],
         }
 

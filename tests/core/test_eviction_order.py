@@ -252,7 +252,7 @@ def test_blocks_whose_watcher_raises_are_at_the_front():
     def refuse(block):
         raise KeyError(block.block_id)
 
-    pool._reuse_watchers[4] = refuse
+    pool.reuse_watchers[4] = refuse
     with pytest.raises(KeyError):
         pool.get_new_blocks(4)
     assert ids(pool.free_block_queue.get_all_free_blocks()) == [9, 2, 4, 1, 3, 5]

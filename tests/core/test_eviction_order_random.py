@@ -146,7 +146,7 @@ class Life:
         self.bands.setdefault(EMPTY_BAND, [])
 
     def is_watched(self, block):
-        return block.block_id in self.pool._reuse_watchers
+        return block.block_id in self.pool.reuse_watchers
 
     def take_listed(self):
         free = self.list_free()

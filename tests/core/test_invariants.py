@@ -59,7 +59,7 @@ def swap_two_blocks(pool):
 
 
 def adopt_a_block(pool):
-    pool.blocks[1]._owner = None
+    pool.blocks[1].owner = None
 
 
 def flag_a_second_null_block(pool):

@@ -168,15 +168,15 @@ class UnpinsToTheFront(kv_pool.BlockPool):
 
 class KeepsTheOlderWatcher(kv_pool.BlockPool):
     def unpin_blocks(self, blocks, on_reuse):
-        watchers = dict(self._reuse_watchers)
+        watchers = dict(self.reuse_watchers)
         super().unpin_blocks(blocks, on_reuse)
-        self._reuse_watchers.update(watchers)
+        self.reuse_watchers.update(watchers)
 
 
 class ForgetsWatchersInAReset(kv_pool.BlockPool):
     def reset_prefix_cache(self):
         if self.get_num_free_blocks() == self.num_gpu_blocks - 1:
-            self._reuse_watchers.clear()
+            self.reuse_watchers.clear()
         return super().reset_prefix_cache()
 
 

@@ -275,7 +275,7 @@ def call_no_watchers(original):
 
     def tell_watchers_of(pool, blocks):
         for block in blocks:
-            pool._reuse_watchers.pop(block.block_id, None)
+            pool.reuse_watchers.pop(block.block_id, None)
 
     return tell_watchers_of
 

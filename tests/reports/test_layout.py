@@ -145,7 +145,7 @@ def scan(pool):
     states, joins, holders = [BlockState.NULL], [0], [0]
     tables = [pool.blocks_of(sequence_id) for sequence_id in pool.list_sequences()]
     pairs = {(first, second) for table in tables for first, second in pairwise(table)}
-    watched = pool.block_pool._reuse_watchers
+    watched = pool.block_pool.reuse_watchers
     for block_id in range(1, pool.total_blocks + 1):
         info = pool.get_block_info(block_id)
         is_found = pool.block_pool.blocks[block_id].block_hash is not None or block_id in watched

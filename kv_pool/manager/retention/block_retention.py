@@ -254,8 +254,8 @@ class BlockRetention:
             after = claim.alone
             last_id: i32 = 0
             for block in blocks:
-                if block._retention_id != last_id:
-                    last_id = block._retention_id
+                if block.retention_id != last_id:
+                    last_id = block.retention_id
                     claims = self._records.get_claims(block)
                     if claims is not before:
                         before = claims
@@ -393,9 +393,9 @@ class BlockRetention:
         Args:
             index: its place in the request's table.
         """
-        if block._block_hash is None:
+        if block.key is None:
             return False
-        if block._retention_id > 0 and is_pin(self._records.get_claims(block)):
+        if block.retention_id > 0 and is_pin(self._records.get_claims(block)):
             return True
         return self._directives.pins(request_id, group_id, index)
 

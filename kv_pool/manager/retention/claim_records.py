@@ -59,7 +59,7 @@ class Record(Ending):
 class ClaimRecords:
     """Numbers from 1 on, each for a record, reused when no block has the number any more.
 
-    A block has its number in `_retention_id`, where a reference would make it part of a cycle, and an entry
+    A block has its number in `retention_id`, where a reference would make it part of a cycle, and an entry
     in a dict would cost what a look at four bytes does not. 0: no claims. Below 0: the claims were on what
     the block held before it got another hash.
 
@@ -80,14 +80,14 @@ class ClaimRecords:
 
     def find(self, block: KVCacheBlock) -> Record | None:
         """Return the record that the block's number stands for, void or not."""
-        retention_id = block._retention_id
+        retention_id = block.retention_id
         return self._records[-retention_id if retention_id < 0 else retention_id]
 
     def get_claims(self, block: KVCacheBlock) -> tuple[Claim, ...]:
         """Return the claims on what the block holds; for a free block those in force."""
-        if block._retention_id <= 0 or block._block_hash is None:
+        if block.retention_id <= 0 or block.key is None:
             return NO_CLAIMS
-        record = self._records[block._retention_id]
+        record = self._records[block.retention_id]
         return NO_CLAIMS if record is None else record.claims
 
     def share(self, claims: tuple[Claim, ...]) -> Record:
@@ -109,10 +109,10 @@ class ClaimRecords:
     def put(self, block: KVCacheBlock, record: Record) -> None:
         """Replace the claims on a block."""
         new_id = record.retention_id
-        if block._retention_id == new_id:
+        if block.retention_id == new_id:
             return
         old = self.find(block)
-        block._retention_id = new_id
+        block.retention_id = new_id
         record.num_blocks += 1
         if old is None:
             self.num_blocks += 1
@@ -127,7 +127,7 @@ class ClaimRecords:
         num_replaced = 0
         num_new = 0
         for block in blocks:
-            old_id = block._retention_id
+            old_id = block.retention_id
             if old_id == new_id:
                 continue
             if old_id == 0:
@@ -140,7 +140,7 @@ class ClaimRecords:
                     old = self.find(block)
                     num_replaced = 0
                 num_replaced += 1
-            block._retention_id = new_id
+            block.retention_id = new_id
             record.num_blocks += 1
         self.num_blocks += num_new
         if old is not None:
@@ -150,7 +150,7 @@ class ClaimRecords:
         """Remove the claims from a block, void or not."""
         record = self.find(block)
         if record is not None:
-            block._retention_id = 0
+            block.retention_id = 0
             self.num_blocks -= 1
             self._drop_count(record, 1)
 
@@ -160,7 +160,7 @@ class ClaimRecords:
         old: Record | None = None
         num_dropped = 0
         for block in blocks:
-            old_id = block._retention_id
+            old_id = block.retention_id
             if old_id == 0:
                 continue
             if old_id != last_id:
@@ -171,7 +171,7 @@ class ClaimRecords:
                 old = self.find(block)
                 num_dropped = 0
             num_dropped += 1
-            block._retention_id = 0
+            block.retention_id = 0
         if old is not None:
             self._drop_count(old, num_dropped)
             self.num_blocks -= num_dropped
@@ -180,7 +180,7 @@ class ClaimRecords:
         """Remove all claims. `blocks` must be all blocks of the pool."""
         if self.num_blocks:
             for block in blocks:
-                block._retention_id = 0
+                block.retention_id = 0
         for record in self.list_records():
             record.changes_at = NEVER
         self._records = [None]
@@ -192,7 +192,7 @@ class ClaimRecords:
         """Derive counts and unused numbers from the numbers of all blocks of the pool."""
         counts = [0] * len(self._records)
         for block in blocks:
-            retention_id: int = block._retention_id
+            retention_id: int = block.retention_id
             counts[-retention_id if retention_id < 0 else retention_id] += 1
         counts[0] = 0
         unused: list[int] = []

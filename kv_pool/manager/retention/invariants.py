@@ -51,11 +51,11 @@ def _check_records(retention: BlockRetention) -> Counter[Record]:
     """R2. Returns how many blocks each record has."""
     counts: Counter[Record] = Counter()
     for block in retention.block_pool.blocks:
-        if block._retention_id != 0:
+        if block.retention_id != 0:
             record = retention._records.find(block)
             if record is None or not record.claims:
                 raise CorruptedPoolError(
-                    f"R2: block {block.block_id} has number {block._retention_id}, which is {record!r}'s"
+                    f"R2: block {block.block_id} has number {block.retention_id}, which is {record!r}'s"
                 )
             counts[record] += 1
     if counts.total() != retention._records.num_blocks:
@@ -90,7 +90,7 @@ def _check_pins(retention: BlockRetention) -> None:
 
 def _is_valid(retention: BlockRetention, block: KVCacheBlock) -> bool:
     """Return False for a block that lost its content in another way than by this retention."""
-    return block.block_hash is not None and block._retention_id > 0
+    return block.block_hash is not None and block.retention_id > 0
 
 
 def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:

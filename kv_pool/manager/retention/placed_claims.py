@@ -98,9 +98,9 @@ class PlacedClaims(Placement):
         record: Record | None = None
         stretch: list[KVCacheBlock] = []
         for block in blocks:
-            if block._block_hash is None:  # null blocks have none, too
+            if block.key is None:  # null blocks have none, too
                 continue
-            retention_id = max(block._retention_id, 0)
+            retention_id = max(block.retention_id, 0)
             if retention_id != last_id:
                 self._put_stretch(stretch, record)
                 stretch = []
@@ -142,7 +142,7 @@ class PlacedClaims(Placement):
         """Remove the claims on blocks that have lost their content; return those of them that are free."""
         freed: list[KVCacheBlock] = []
         for block in blocks:
-            if block._retention_id != 0 and block._block_hash is None:
+            if block.retention_id != 0 and block.key is None:
                 self._drop(block)
                 freed.append(block)
         self._release([block for block in freed if self.held.contains(block)])
@@ -156,12 +156,12 @@ class PlacedClaims(Placement):
         void: list[KVCacheBlock] = []
         retention_id: i32 = record.retention_id
         for block in record.blocks:
-            if block._retention_id == -retention_id or (
-                block._retention_id == retention_id and block._block_hash is None
+            if block.retention_id == -retention_id or (
+                block.retention_id == retention_id and block.key is None
             ):
                 void.append(block)
                 continue
-            if block._retention_id != retention_id:
+            if block.retention_id != retention_id:
                 continue
             if block.next_free_block is not None or (block.ref_cnt == 1 and self.held.contains(block)):
                 free.append(block)
@@ -198,7 +198,7 @@ class PlacedClaims(Placement):
         pinned: set[KVCacheBlock] = set()
         for block in pool.blocks:
             claims = self.records.get_claims(block)
-            if not claims and block._retention_id != 0:
+            if not claims and block.retention_id != 0:
                 self.records.drop(block)
             elif is_pin(claims):
                 pinned.add(block)
@@ -229,10 +229,10 @@ class PlacedClaims(Placement):
         stretch: list[KVCacheBlock] = []
         last_id: i32 = 0
         for block in freed:
-            retention_id = block._retention_id
+            retention_id = block.retention_id
             if retention_id == 0 or block.next_free_block is None:
                 continue
-            if retention_id < 0 or block._block_hash is None:
+            if retention_id < 0 or block.key is None:
                 self._drop(block)
                 continue
             if retention_id != last_id:

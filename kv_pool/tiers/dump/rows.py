@@ -141,7 +141,7 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
 def list_copies(pool: BlockPoolCore, rows: CachedRows) -> list[KeyCopies]:
     """The keys that several of the rows carry."""
     carriers = _find_carriers(rows)
-    entries = pool.cached_block_hash_to_block._cache
+    entries = pool.cached_block_hash_to_block.entries
     row_of = {block_id: row for row, block_id in enumerate(rows.ids)}
     return [
         KeyCopies(key, [row_of[block_id] for block_id in entries[key] if block_id in row_of])

@@ -65,8 +65,8 @@ def make_events(
             [block_hash], None, [], pool.hash_block_size, None, pool.medium, None, group_idx=group_id
         )
         again += [bare] * count
-    make_stored: Callable[..., Any] = pool._stored_type
-    return [pool._cleared_type(), *(_convert(event, make_stored) for event in stores + again)]
+    make_stored: Callable[..., Any] = pool.stored_type
+    return [pool.cleared_type(), *(_convert(event, make_stored) for event in stores + again)]
 
 
 def split_events(pool: BlockPoolCore, snapshot: Sequence[BlockStored]) -> dict[ToldKey, BlockStored]:

@@ -41,7 +41,7 @@ def put_a_kept_block_into_another_band(bench):
 
 def number_a_block_without_a_record(bench):
     block = bench.pool.blocks[14]
-    block._retention_id = bench.retention._records.find(find_block(bench, 0)).retention_id
+    block.retention_id = bench.retention._records.find(find_block(bench, 0)).retention_id
 
 
 def have_a_record_without_claims(bench):

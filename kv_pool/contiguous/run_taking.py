@@ -1,0 +1,74 @@
+"""Takes free blocks in runs of consecutive ids, as far as that costs nothing; else in eviction order."""
+
+from kv_pool.contiguous.run_index import FreeRunIndex
+from kv_pool.contiguous.run_pool_state import RunPoolState
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.taking import take_first, take_listed
+from kv_pool.errors import (
+    InvalidBlockError,
+)
+
+
+def take_in_order(
+    pool: RunPoolState, next_id: int, num_blocks: int, onto: list[KVCacheBlock] | None
+) -> list[KVCacheBlock]:
+    """Take blocks in runs, by preference from `next_id` on (0 for anywhere), or else in eviction order."""
+    index = pool.run_index
+    least = 0 if next_id else 1  # a block alone is no run
+    try:
+        if pool.early_share and num_blocks > least:
+            if index.is_stale:
+                pool.rebuild_index()
+            in_runs = take_in_runs(pool, index, next_id, num_blocks, onto)
+            if in_runs is not None:
+                return in_runs
+        if index.is_stale:
+            pool.rebuild_index()
+        taken = take_first(pool, num_blocks, onto)
+        index.note_taken(taken, pool.owner)
+    except BaseException as error:
+        was_stale = index.is_stale
+        index.is_stale = True
+        pool._follow(error, was_stale)
+        raise
+    return taken
+
+
+def take_in_runs(
+    pool: RunPoolState, index: FreeRunIndex, next_id: int, num_blocks: int, onto: list[KVCacheBlock] | None
+) -> list[KVCacheBlock] | None:
+    """Take `num_blocks` blocks in long runs, by preference from `next_id` on; see `FreeRunIndex.choose`.
+
+    Return None, with nothing taken, if fewer blocks are free, or if the index was wrong; it `is_stale` then.
+    Raises:
+        As `take_blocks`. Nothing was taken; the index is stale.
+    """
+    if num_blocks > pool.free_block_queue.num_free_blocks:
+        return None
+    try:
+        chosen = index.choose(pool.blocks, pool.free_block_queue, next_id, num_blocks)
+    except BaseException:
+        index.is_stale = True
+        raise
+    if len(chosen) < num_blocks:
+        index.is_stale = True
+        return None
+    take_chosen(pool, index, chosen, onto)
+    return None if index.is_stale else chosen
+
+
+def take_chosen(
+    pool: RunPoolState, index: FreeRunIndex, chosen: list[KVCacheBlock], onto: list[KVCacheBlock] | None
+) -> None:
+    """Take blocks that the index counts as in use already; if they were not all free, it is stale.
+
+    Raises:
+        Whatever a reuse watcher raises, or interrupts it. Nothing was taken; the index is stale.
+    """
+    may_call_others = len(pool.reuse_watchers) > 0
+    try:
+        take_listed(pool, chosen, onto)
+    except BaseException as error:
+        index.is_stale = True
+        if may_call_others or not isinstance(error, InvalidBlockError):
+            raise
