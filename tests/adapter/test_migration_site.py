@@ -259,7 +259,7 @@ def test_what_can_not_go():
     here, there = make_sites()
     with pytest.raises(UnknownSequenceError):
         here.select(SequenceSubject(9), True)
-    with pytest.raises(InvalidArgumentError, match="its sequences have numbers"):
+    with pytest.raises(InvalidArgumentError, match="is no sequence of a GPUKVPool"):
         here.select(SequenceSubject("request 9"), True)
     here.gpu_pool.pin([2])
     for subject in (SequenceSubject(1), BlocksSubject((1, 2))):
