@@ -26,7 +26,7 @@ class UntimedPool(GPUKVPool):
 
     def free(self, block_ids: Sequence[int], sequence_id: int | None = None) -> None:
         with self.lock:
-            self._drop(self.holdings.find_drops(block_ids, sequence_id))
+            self._drop(*self.holdings.find_drops(block_ids, sequence_id))
 
 
 class UntimedAgain(UntimedPool):
