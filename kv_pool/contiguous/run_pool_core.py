@@ -131,7 +131,7 @@ class RunPoolCore(RunPoolState):
     def _take_listed(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
             take_listed(self, listed, onto)
-            self.run_index.note_taken(listed, self.owner)
+            self.run_index.note_taken(listed, self.block_owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -147,7 +147,7 @@ class RunPoolCore(RunPoolState):
     def _touch(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
             touch_all(self, listed, onto)
-            self.run_index.note_taken(listed, self.owner)
+            self.run_index.note_taken(listed, self.block_owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale
             self.run_index.is_stale = True
@@ -161,7 +161,7 @@ class RunPoolCore(RunPoolState):
         try:
             free_all(self, listed, False)
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self.owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(listed, self.block_owner, num_free, self.enable_caching, False)
             if self._placement is not None:
                 self._placement.place(listed)
         except BaseException as error:
@@ -179,7 +179,7 @@ class RunPoolCore(RunPoolState):
             free_all(self, ordered_blocks, False)
             is_freed = True
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(ordered_blocks, self.owner, num_free, self.enable_caching, False)
+            self.run_index.note_freed(ordered_blocks, self.block_owner, num_free, self.enable_caching, False)
             ordered_blocks.clear()
             if self._placement is not None:
                 self._placement.place(freed)
@@ -196,7 +196,7 @@ class RunPoolCore(RunPoolState):
         try:
             unpin_all(self, listed, on_reuse)
             num_free = self.free_block_queue.num_free_blocks
-            self.run_index.note_freed(listed, self.owner, num_free, True, True)
+            self.run_index.note_freed(listed, self.block_owner, num_free, True, True)
             if self._placement is not None:
                 self._placement.place(listed)
         except BaseException as error:

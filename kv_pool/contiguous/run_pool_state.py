@@ -64,7 +64,9 @@ class RunPoolState(BlockPoolCore):
         self.run_index.is_stale = True  # until it is done
         if self._unfinished:
             self._recover()
-        free = [block for block in self.free_block_queue.get_all_free_blocks() if block.owner is self.owner]
+        free = [
+            block for block in self.free_block_queue.get_all_free_blocks() if block.owner is self.block_owner
+        ]
         has_content = [
             (block.block_hash is not None and self.enable_caching) or block.block_id in self.reuse_watchers
             for block in free
@@ -73,7 +75,7 @@ class RunPoolState(BlockPoolCore):
         if self.eviction_order.is_open:
             num_ordered = 0  # blocks of the default band and those above it, which are last in the queue
             for band, blocks in self.eviction_order.list_bands():
-                ours = [block for block in blocks if block.owner is self.owner]
+                ours = [block for block in blocks if block.owner is self.block_owner]
                 if band >= DEFAULT_BAND:
                     num_ordered += len(ours)
                 if band > DEFAULT_BAND:

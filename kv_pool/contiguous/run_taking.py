@@ -25,7 +25,7 @@ def take_in_order(
         if index.is_stale:
             pool.rebuild_index()
         taken = take_first(pool, num_blocks, onto)
-        index.note_taken(taken, pool.owner)
+        index.note_taken(taken, pool.block_owner)
     except BaseException as error:
         was_stale = index.is_stale
         index.is_stale = True

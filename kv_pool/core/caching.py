@@ -56,7 +56,7 @@ def cache_full(
     if block_mask is not None and len(block_mask) != num_blocks:
         raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
     hashes = hashes_of(pool, request, num_cached_blocks, num_full_blocks, block_size)
-    owner = pool.owner
+    owner = pool.block_owner
     num_tokens: i32 = num_cached_blocks * block_size
     step: i32 = block_size
     num_skipped: i64 = 0
@@ -152,8 +152,8 @@ def cache_partial(
         return None
     if pool._unfinished != NOTHING:
         pool._recover()
-    if block.owner is not pool.owner:
-        check_ours(block, pool.owner, "cache_partial_block()")
+    if block.owner is not pool.block_owner:
+        check_ours(block, pool.block_owner, "cache_partial_block()")
     if block.ref_cnt <= 0 and block.owner is not None:
         raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
     unit = pool.hash_block_size
@@ -198,8 +198,8 @@ def cache_partial(
 
 def give_key(pool: PoolState, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
     """Give `block` one more key; no event. A key that the block has already changes nothing."""
-    if block.owner is not pool.owner:
-        check_ours(block, pool.owner, "_insert_block_hash()")
+    if block.owner is not pool.block_owner:
+        check_ours(block, pool.block_owner, "_insert_block_hash()")
     if block.is_null:
         raise InvalidBlockError("the null block is never cached")
     if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
@@ -213,10 +213,10 @@ def move_hashes(pool: PoolState, src_block: KVCacheBlock, dst_block: KVCacheBloc
         refuse_type("src_block", src_block, "KVCacheBlock")
     if not isinstance(dst_block, KVCacheBlock):
         refuse_type("dst_block", dst_block, "KVCacheBlock")
-    if src_block.owner is not pool.owner:
-        check_ours(src_block, pool.owner, "move_block_hashes()")
-    if dst_block.owner is not pool.owner:
-        check_ours(dst_block, pool.owner, "move_block_hashes()")
+    if src_block.owner is not pool.block_owner:
+        check_ours(src_block, pool.block_owner, "move_block_hashes()")
+    if dst_block.owner is not pool.block_owner:
+        check_ours(dst_block, pool.block_owner, "move_block_hashes()")
     if dst_block.is_null:
         raise InvalidBlockError("the null block is never cached")
     secondary = pool.cached_block_hashes_by_block

@@ -16,7 +16,7 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
     """See `BlockPool.free_blocks`; empties the list in the same step, if asked to."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    owner = pool.owner
+    owner = pool.block_owner
     caching = pool.enable_caching
     # Two chains are linked on the way, and spliced into the queue when all went well.
     front_first: KVCacheBlock | None = None
@@ -125,7 +125,7 @@ def unpin_all(
         raise InvalidTypeError(f"on_reuse is a {type(on_reuse).__name__}; it is called with the block")
     if pool._unfinished != NOTHING:
         pool._recover()
-    owner = pool.owner
+    owner = pool.block_owner
     queue = pool.free_block_queue
     listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
     first: KVCacheBlock | None = None

@@ -399,8 +399,8 @@ class BlockPoolCore(PrefixCache):
         if self._unfinished != NOTHING:
             self._recover()
         for block in listed:
-            if block.owner is not self.owner:
-                check_ours(block, self.owner, "move_to_band()")
+            if block.owner is not self.block_owner:
+                check_ours(block, self.block_owner, "move_to_band()")
         self.eviction_order.move(listed, band)
 
     def merge_bands(self) -> None:

@@ -101,9 +101,9 @@ class PoolState:
         self._unfinished_blocks: list[KVCacheBlock] = []
         self._unfinished_hashes: list[BlockHash] = []
         self._unfinished_suffix: bytes = b""
-        self.owner: Any = ref(self)
+        self.block_owner: Any = ref(self)
         for block in blocks:
-            block.owner = self.owner
+            block.owner = self.block_owner
         # A tuple of objects without GC header leaves the cyclic GC at its first visit (a list never does),
         # and a young collection now lets that visit happen here instead of while requests are served.
         self.blocks: tuple[KVCacheBlock, ...] = tuple(blocks)
@@ -119,7 +119,7 @@ class PoolState:
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
         self.reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
-        self.holds: BlockHolds = BlockHolds(self.owner, clock)
+        self.holds: BlockHolds = BlockHolds(self.block_owner, clock)
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
         self._placement: Placement | None = None
         self._unfinished_count: i64 = 0

@@ -262,8 +262,8 @@ class PrefixCache(PoolState):
 
         vLLM's Mamba manager calls this one by name.
         """
-        if block.owner is not self.owner:
-            check_ours(block, self.owner, "_maybe_evict_cached_block()")
+        if block.owner is not self.block_owner:
+            check_ours(block, self.block_owner, "_maybe_evict_cached_block()")
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
         return evict(self, block)

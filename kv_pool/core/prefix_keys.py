@@ -30,7 +30,7 @@ def add_keys(
     """
     cache = pool.cached_block_hash_to_block
     entries = cache._cache
-    owner = pool.owner
+    owner = pool.block_owner
     num_added: i64 = 0
     num_keys: i64 = len(entries)
     try:

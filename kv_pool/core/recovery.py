@@ -71,7 +71,7 @@ def recover(pool: PoolState) -> None:
                 if todo == CLEARING_LINKS_OF_TAKEN:
                     block.generation += 1
     elif todo == UNDO_FREEING:
-        owner = pool.owner
+        owner = pool.block_owner
         while pool._unfinished_count > 0:
             block = blocks[pool._unfinished_count - 1]
             if not block.is_null and (block.owner is owner or block.owner is None):

@@ -23,7 +23,7 @@ def add_last(pool: PoolState, num_blocks: int) -> None:
     added = [KVCacheBlock(block_id) for block_id in range(num_before, num_before + num_blocks)]
     last = added[0]
     for block in added:
-        block.owner = pool.owner
+        block.owner = pool.block_owner
         if block is not last:
             block.prev_free_block = last
             last.next_free_block = block

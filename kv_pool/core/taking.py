@@ -128,7 +128,7 @@ def take_listed(
     if is_reuse and pool.reuse_watchers:
         check_takeable(pool, listed)
         tell_watchers_of(pool, listed)
-    owner = pool.owner
+    owner = pool.block_owner
     queue = pool.free_block_queue
     num_listed = len(listed)
     any_cached = len(pool.cached_block_hashes_by_block) > 0
@@ -173,10 +173,10 @@ def check_takeable(pool: PoolState, listed: list[KVCacheBlock]) -> None:
     seen: set[int] = set()
     try:
         for block in listed:
-            if block.owner is not pool.owner or block.is_null or block.ref_cnt != 0:
-                raise_not_takeable(block, pool.owner)
+            if block.owner is not pool.block_owner or block.is_null or block.ref_cnt != 0:
+                raise_not_takeable(block, pool.block_owner)
             if block.next_free_block is None or block.block_id in seen:
-                raise_not_takeable(block, pool.owner)
+                raise_not_takeable(block, pool.block_owner)
             seen.add(block.block_id)
     except Exception as error:
         raise_typed(error, listed, "take_blocks()")

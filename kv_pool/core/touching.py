@@ -17,7 +17,7 @@ def touch_all(pool: PoolState, listed: list[KVCacheBlock], onto: list[KVCacheBlo
     """See `BlockPool.touch`; appends the blocks to `onto` as well."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    owner = pool.owner
+    owner = pool.block_owner
     num_taken: i64 = 0
     num_done: i64 = 0
     is_touched = False
@@ -71,7 +71,7 @@ def check_stranger(pool: PoolState, block: KVCacheBlock) -> None:
 
     O(num_free_blocks) for a bare block that is free.
     """
-    check_ours(block, pool.owner, "touch()")
+    check_ours(block, pool.block_owner, "touch()")
     if block.owner is not None or block.ref_cnt or block.is_null:
         return
     if not any(free is block for free in pool.free_block_queue.iter_blocks_after(None)):
