@@ -100,9 +100,7 @@ class Allocation:
                     return
                 if self._make_run(num_blocks, request.max_moves, spares_kept):
                     return
-            attempts.append(
-                "no compaction (nobody hears of moves)" if self._on_moved is None else "compaction"
-            )
+            attempts.append("no compaction (on_moved is not set)" if self._on_moved is None else "compaction")
         self._evict_for_run(request, attempts)
         if not self._take_run(num_blocks, after, False):
             self._refuse(request, attempts)  # one search does not look at all of a large pool

@@ -18,7 +18,7 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.protocol import HIGH, NORMAL, URGENT
 
 _RETENTION = {HIGH: 65, URGENT: 95}
-"""What the blocks of sequences of high priority are worth, see `RetentionDirective`."""
+"""Retention priorities of the blocks of HIGH and URGENT sequences; see `RetentionDirective`."""
 
 
 class Holder:
@@ -286,7 +286,7 @@ class Holdings:
     def find_drops(
         self, block_ids: Sequence[int], sequence_id: int | None
     ) -> tuple[list[KVCacheBlock], dict[Holder, list[KVCacheBlock]]]:
-        """What `drop` takes: each block from the sequence that has held it longest, or from the one named.
+        """Return the arguments of `drop`: each block of its longest holder, or of the named sequence.
 
         Raises:
             InvalidBlockError: a block is listed twice, or not held by that sequence, or by none.

@@ -25,7 +25,7 @@ _decoder = msgspec.msgpack.Decoder(dict[int, int])
 
 
 class SitePool(Protocol):
-    """What migration reads and changes of a `GPUKVPool`."""
+    """The sequences of a `GPUKVPool`, as migration reads and changes them."""
 
     block_pool: RunBlockPool
     block_size: int

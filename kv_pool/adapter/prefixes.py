@@ -11,7 +11,7 @@ from kv_pool.ids import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """What a pool reads of a request, where hashes are all that is known of it."""
+    """The attributes of a request that a pool reads, for a sequence of which only hashes are known."""
 
     block_hashes: Sequence[BlockHash]
     all_token_ids: Sequence[int]

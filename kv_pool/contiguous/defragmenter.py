@@ -8,7 +8,7 @@ from kv_pool.errors import InvalidArgumentError
 
 
 class Defragmentable(Protocol):
-    """What can be compacted piece by piece: `GPUKVPool` and `ControlledManager` are."""
+    """A pool that can be compacted in steps, such as `GPUKVPool` and `ControlledManager`."""
 
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None

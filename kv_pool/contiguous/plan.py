@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _IN_USE_COST = 4
 _CACHED_COST = 1
 _KEPT_COST = 2
-"""What moving a block out of a window costs, or losing it: no request waits for a cached block. A block of a
+"""Relative costs of moving a block out of a window, or of losing it: no request waits for a cached block. A block of a
 higher band costs both of the last two."""
 
 
@@ -34,7 +34,7 @@ class RunClearance(NamedTuple):
 
 
 class _Map:
-    """What lies under each id: boolean arrays over the block ids. Ids of held blocks are `fixed` only.
+    """The state of each id, as boolean arrays over the block ids. Ids of held blocks are `fixed` only.
 
     `kept` are those of the cached ones that the eviction order puts above the default band.
     """

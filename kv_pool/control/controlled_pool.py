@@ -21,7 +21,7 @@ class ControlledPool(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Held by whoever changes the pool; reentrant."""
+        """The lock that every call which changes the pool holds; reentrant."""
 
     @property
     def run_length(self) -> int:

@@ -147,24 +147,10 @@ class EvictionOrder:
             self._move_chain(blocks[0], blocks[-1], end)
             return
         for block in blocks:
-            before = block.prev_free_block
-            after = block.next_free_block
-            last = end.prev_free_block
-            assert before is not None
-            assert after is not None
-            assert last is not None
-            if last is block:
-                continue
-            # No call until the block is at its new place.
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.prev_free_block = last
-            block.next_free_block = end
-            last.next_free_block = block
-            end.prev_free_block = block
+            self._move_chain(block, block, end)
 
     def _move_chain(self, first: KVCacheBlock, last: KVCacheBlock, end: KVCacheBlock) -> None:
-        """Move blocks that follow each other in the queue, as what was freed together does. O(1)."""
+        """Move elements that follow each other in the list to the place in front of `end`. O(1)."""
         before = first.prev_free_block
         after = last.next_free_block
         back = end.prev_free_block
@@ -173,7 +159,7 @@ class EvictionOrder:
         assert back is not None
         if back is last:
             return
-        # No call until the blocks are at their new place.
+        # No call until they are at their new place.
         before.next_free_block = after
         after.prev_free_block = before
         first.prev_free_block = back
@@ -187,13 +173,15 @@ class EvictionOrder:
             if band not in (EMPTY_BAND, DEFAULT_BAND):
                 self._drop(band)
         if self.is_open:
-            self._move_end(self._ends[DEFAULT_BAND], self._queue.fake_free_list_tail)
+            default_end = self._ends[DEFAULT_BAND]
+            self._move_chain(default_end, default_end, self._queue.fake_free_list_tail)
 
     def note_all_empty(self) -> None:
         """All free blocks have lost their content: they are in the empty band. O(bands)."""
         self.merge()
         if self.is_open:
-            self._move_end(self._ends[EMPTY_BAND], self._ends[DEFAULT_BAND])
+            empty_end = self._ends[EMPTY_BAND]
+            self._move_chain(empty_end, empty_end, self._ends[DEFAULT_BAND])
 
     def _find_end(self, band: int) -> KVCacheBlock:
         """Return the end of a band; a band without blocks gets its marker."""
@@ -241,20 +229,3 @@ class EvictionOrder:
         end.next_free_block = None
         self._ends = ends
         self._bands = bands
-
-    def _move_end(self, end: KVCacheBlock, target: KVCacheBlock) -> None:
-        """Move a marker to the place in front of another element of the list."""
-        before = end.prev_free_block
-        after = end.next_free_block
-        last = target.prev_free_block
-        assert before is not None
-        assert after is not None
-        assert last is not None
-        if last is end:
-            return
-        before.next_free_block = after
-        after.prev_free_block = before
-        end.prev_free_block = last
-        end.next_free_block = target
-        last.next_free_block = end
-        target.prev_free_block = end

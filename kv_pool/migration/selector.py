@@ -1,4 +1,4 @@
-"""`Selector`: which blocks a subject has at the source, and what the target is told of them."""
+"""`Selector`: which blocks a subject has at the source, and how they are described to the target."""
 
 from __future__ import annotations
 
