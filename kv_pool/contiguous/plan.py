@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _IN_USE_COST = 4
 _CACHED_COST = 1
 _KEPT_COST = 2
-"""Relative costs of moving a block out of a window, or of losing it: no request waits for a cached block. A block of a
-higher band costs both of the last two."""
+"""Relative costs of moving a block out of a window, or of losing it; no request waits for a cached block. A
+block of a higher band costs both of the last two."""
 
 
 # As BlockMove._make, at half the cost, which is half of the plan's.

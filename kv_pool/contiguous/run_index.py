@@ -67,7 +67,7 @@ class FreeRunIndex:
     # ---- being told ------------------------------------------------------------------------------
 
     def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
-        """Rebuild the index from the free blocks in eviction order; their ages follow from the order. O(num_blocks).
+        """Rebuild the index from the free blocks; their ages follow from the eviction order. O(num_blocks).
 
         The caller clears `is_stale`.
         """
