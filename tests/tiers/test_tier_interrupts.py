@@ -192,7 +192,15 @@ CALLS = {
 
 def make_maker(folder, before, options):
     counter = itertools.count()
-    return lambda: Tiering(folder / str(next(counter)), before, **options)
+    made = []
+
+    def make():
+        if made:
+            made.pop().engine.cache.close()
+        made.append(Tiering(folder / str(next(counter)), before, **options))
+        return made[-1]
+
+    return make
 
 
 @pytest.mark.parametrize(
