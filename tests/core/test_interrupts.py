@@ -97,7 +97,7 @@ def make(kind, watched=False, pools=POOLS):
     pool = make_pool(PICTURE, pool_class, **options)
     if watched:
         pool.get_new_blocks(0)
-        pool.reuse_watchers = {3: ignore_reuse, 1: ignore_reuse, 7: ignore_reuse}
+        pool.reuse_watchers = {3: ignore_reuse, 2: ignore_reuse, 7: ignore_reuse}
     # One partial hash that can be promoted, a block with three keys, a key with two blocks.
     pool._insert_block_hash(hash_of(30) + GROUP, pool.blocks[11], 2)
     for number in (50, 51, 1):

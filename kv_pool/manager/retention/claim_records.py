@@ -33,27 +33,36 @@ class Record(Ending):
         "strength",
     )
 
-    def __init__(
-        self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float, is_shared: bool
-    ) -> None:
-        changes_at = NEVER
+    def __init__(self, claims: tuple[Claim, ...]) -> None:
         strength = EXPIRED
         is_lasting = True
         for claim in claims:
             strength = max(strength, claim.strength)
-            if claim.is_session or claim.duration_s != NEVER:
-                is_lasting = False
-                if not is_shared:
-                    changes_at = min(changes_at, claim.find_end(freed_at))
-        super().__init__(changes_at)
+            is_lasting = is_lasting and not claim.is_session and claim.duration_s == NEVER
+        super().__init__(NEVER)
         self.claims: tuple[Claim, ...] = claims
         self.strength: int = strength
         self.is_lasting: bool = is_lasting
-        self.is_shared: bool = is_shared
-        self.freed_at: float = freed_at
-        self.blocks: list[KVCacheBlock] = blocks
+        self.is_shared: bool = True
+        self.freed_at: float = 0.0
+        self.blocks: list[KVCacheBlock] = []
         self.num_blocks: int = 0
         self.retention_id: int = 0
+
+    def be_about(self, blocks: list[KVCacheBlock], freed_at: float) -> None:
+        """From now on the record is about these blocks alone, which became free together at that time."""
+        self.blocks = blocks
+        self.freed_at = freed_at
+        self.is_shared = False
+        self.changes_at = self.find_next_end()
+
+    def find_next_end(self) -> float:
+        """Return when the next of the claims ends; NEVER for a shared record."""
+        next_end = NEVER
+        if not self.is_shared:
+            for claim in self.claims:
+                next_end = min(next_end, claim.find_end(self.freed_at))
+        return next_end
 
 
 class ClaimRecords:
@@ -94,17 +103,27 @@ class ClaimRecords:
         """Return the one record for blocks with these claims, at least one. Blocks are put under it next."""
         record = self._shared.get(claims)
         if record is None:
-            record = Record(claims, [], 0.0, True)
+            record = Record(claims)
             self._add(record)
             self._shared[claims] = record
         return record
 
     def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
         """Put blocks that became free together, at that time, under a record of their own."""
-        record = Record(claims, blocks, freed_at, False)
+        record = Record(claims)
+        record.be_about(blocks, freed_at)
         self._add(record)
         self.put_all(blocks, record)
         return record
+
+    def restart(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
+        """As `make`, with the record that the blocks have; False if other blocks have it, too."""
+        if record.num_blocks != len(blocks):
+            return False
+        if record.is_shared:
+            del self._shared[record.claims]
+        record.be_about(blocks, freed_at)
+        return True
 
     def put(self, block: KVCacheBlock, record: Record) -> None:
         """Replace the claims on a block."""

@@ -21,7 +21,7 @@ from kv_pool.errors import CorruptedPoolError
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.claim import is_pin
 from kv_pool.manager.retention.claim_records import Record
-from kv_pool.manager.retention.placed_claims import find_band, find_next_end, find_strength
+from kv_pool.manager.retention.placed_claims import find_band, find_strength
 
 
 def check_retention(retention: BlockRetention) -> None:
@@ -107,7 +107,7 @@ def _check_deadlines(retention: BlockRetention, records: list[Record]) -> None:
             for block in record.blocks
         ):
             continue  # all of its claims are void
-        if record.changes_at != find_next_end(record) or record.changes_at <= now:
-            raise CorruptedPoolError(f"R6: claims that end at {find_next_end(record)} end never")
+        if record.changes_at != record.find_next_end() or record.changes_at <= now:
+            raise CorruptedPoolError(f"R6: claims that end at {record.find_next_end()} end never")
         if record.changes_at < NEVER and (record.changes_at, id(record)) not in entries:
             raise CorruptedPoolError("R6: nothing ends the claims of a record")

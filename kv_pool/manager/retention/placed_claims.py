@@ -209,7 +209,7 @@ class PlacedClaims(Placement):
         for ending in others:
             self.deadlines.push(ending)
         for record in self.records.list_records():
-            record.changes_at = find_next_end(record)
+            record.changes_at = record.find_next_end()
             self.deadlines.push(record)
         self._release([block for block in self.held.blocks if block not in pinned])
         by_strength: dict[int, list[KVCacheBlock]] = {}
@@ -256,7 +256,10 @@ class PlacedClaims(Placement):
         if is_pin(record.claims) and not is_pin(live):
             for block in blocks:
                 self.pins.drop(block)
-        self._put_claims(blocks, live, now)
+        if live is record.claims and self.records.restart(record, blocks, now):
+            self.deadlines.push(record)
+        else:
+            self._put_claims(blocks, live, now)
         if live:
             self._put_in_place(blocks, find_strength(live))
 
@@ -376,9 +379,3 @@ def find_strength(claims: tuple[Claim, ...]) -> int:
     for claim in claims:
         strength = max(strength, claim.strength)
     return strength
-
-
-def find_next_end(record: Record) -> float:
-    """Return when the next claim of a record ends; NEVER for a shared record."""
-    ends = [claim.find_end(record.freed_at) for claim in record.claims]
-    return NEVER if record.is_shared else min(ends)

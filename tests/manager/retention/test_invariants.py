@@ -54,7 +54,7 @@ def count_a_block_too_many(bench):
 
 def keep_a_record_of_no_block(bench):
     records = bench.retention._records
-    record = Record(records.get_claims(find_block(bench, 0)), [], 0.0, False)
+    record = Record(records.get_claims(find_block(bench, 0)))
     record.num_blocks = 1
     records._records.append(record)
 
