@@ -260,6 +260,8 @@ class PoolSide(Side):
     def draw(self, pool):
         queue = pool.free_block_queue
         cache = pool.cached_block_hash_to_block
+        is_ours = hasattr(pool, "reuse_watchers")
+        watchers = pool.reuse_watchers if is_ours else pool._reuse_watchers
         return {
             "queue": self.name(queue.get_all_free_blocks()),
             "queue from behind": self.name(walk_back(queue)),
@@ -287,7 +289,7 @@ class PoolSide(Side):
                 [block_id, [key.hex() for key in keys]]
                 for block_id, keys in pool.cached_block_hashes_by_block.items()
             ),
-            "watched": [[block_id, watcher.name] for block_id, watcher in pool.reuse_watchers.items()],
+            "watched": [[block_id, watcher.name] for block_id, watcher in watchers.items()],
             "events": [msgspec.to_builtins(event) for event in pool.kv_event_queue],
         }
 

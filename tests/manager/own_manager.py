@@ -6,7 +6,7 @@ from manager.manager_operations import ManagerSide, ids, per_group
 
 import kv_pool
 from kv_pool.core import invariants
-from kv_pool.manager import kv_cache_spec
+from kv_pool.manager.block_groups import kv_cache_spec
 from kv_pool.manager.admission import AllocStatus
 
 SPECS = {

@@ -217,7 +217,7 @@ def test_random_schedules_on_two_processes(nodes, seed):
             case "move" if here:
                 name = rng.choice(here)
                 found = nodes[1 - side].fetch_request(names[side], name)
-                if found == "OutOfBlocksError":
+                if found == "PoolExhaustedError":
                     tally["refused"] += 1
                 else:
                     place[name] = 1 - side
@@ -226,7 +226,7 @@ def test_random_schedules_on_two_processes(nodes, seed):
             case "copy":
                 prompt = prompts[rng.choice(list(prompts))] if prompts else PREFIX
                 found = nodes[1 - side].fetch_prefix(names[side], prompt)
-                tally["copied"] += found != "OutOfBlocksError"
+                tally["copied"] += found != "PoolExhaustedError"
             case "free" if here:
                 name = rng.choice(here)
                 nodes[side].free(name)
