@@ -6,8 +6,8 @@ from manager.manager_operations import ManagerSide, ids, per_group
 
 import kv_pool
 from kv_pool.core import invariants
-from kv_pool.manager.block_groups import kv_cache_spec
 from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.block_groups import kv_cache_spec
 
 SPECS = {
     "full": kv_cache_spec.FullAttentionSpec,
