@@ -149,6 +149,10 @@ class EvictionOrder:
         for block in blocks:
             self._move_chain(block, block, end)
 
+    def move_chain(self, first: KVCacheBlock, last: KVCacheBlock, band: int) -> None:
+        """As `move`, for free blocks from the first to the last, which follow each other. O(1)."""
+        self._move_chain(first, last, self._find_end(band))
+
     def _move_chain(self, first: KVCacheBlock, last: KVCacheBlock, end: KVCacheBlock) -> None:
         """Move elements that follow each other in the list to the place in front of `end`. O(1)."""
         before = first.prev_free_block

@@ -339,8 +339,11 @@ class BlockRetention:
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""
+        by_id = self._sessions.by_id
+        if not by_id:
+            return
         session_id: str | None = getattr(request, "session_id", None)
-        if session_id is not None and session_id in self._sessions.by_id:
+        if session_id is not None and session_id in by_id:
             self.end_session(session_id)
 
     def expire(self) -> None:

@@ -1,6 +1,6 @@
 """`ClaimRecords`: which claims are on which blocks, a number on each block."""
 
-from mypy_extensions import i32
+from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Ending
@@ -116,12 +116,11 @@ class ClaimRecords:
         self.put_all(blocks, record)
         return record
 
-    def restart(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
-        """As `make`, with the record that the blocks have; False if other blocks have it, too."""
-        if record.num_blocks != len(blocks):
+    def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
+        """As `make`, with the shared record of these blocks; False if others have it, or if it is not shared."""
+        if record.num_blocks != len(blocks) or not record.is_shared:
             return False
-        if record.is_shared:
-            del self._shared[record.claims]
+        del self._shared[record.claims]
         record.be_about(blocks, freed_at)
         return True
 
@@ -143,27 +142,29 @@ class ClaimRecords:
         new_id: i32 = record.retention_id
         last_id: i32 = 0
         old: Record | None = None
-        num_replaced = 0
-        num_new = 0
+        num_put: i64 = 0
         for block in blocks:
             old_id = block.retention_id
             if old_id == new_id:
                 continue
-            if old_id == 0:
-                num_new += 1
-            else:
-                if old_id != last_id:
-                    if old is not None:
-                        self._drop_count(old, num_replaced)
-                    last_id = old_id
-                    old = self.find(block)
-                    num_replaced = 0
-                num_replaced += 1
+            if old_id != last_id:
+                if num_put > 0:
+                    self.count_put(record, old, num_put)
+                last_id = old_id
+                old = self.find(block)
+                num_put = 0
             block.retention_id = new_id
-            record.num_blocks += 1
-        self.num_blocks += num_new
-        if old is not None:
-            self._drop_count(old, num_replaced)
+            num_put += 1
+        if num_put > 0:
+            self.count_put(record, old, num_put)
+
+    def count_put(self, record: Record, old: Record | None, num_blocks: i64) -> None:
+        """Count blocks that have got this record, and had the old one, or none."""
+        record.num_blocks += num_blocks
+        if old is None:
+            self.num_blocks += num_blocks
+        else:
+            self._drop_count(old, num_blocks)
 
     def drop(self, block: KVCacheBlock) -> None:
         """Remove the claims from a block, void or not."""
@@ -177,7 +178,7 @@ class ClaimRecords:
         """Remove the claims from blocks, which come in stretches with equal ones."""
         last_id: i32 = 0
         old: Record | None = None
-        num_dropped = 0
+        num_dropped: i64 = 0
         for block in blocks:
             old_id = block.retention_id
             if old_id == 0:
@@ -239,7 +240,7 @@ class ClaimRecords:
             record.retention_id = len(self._records)
             self._records.append(record)
 
-    def _drop_count(self, record: Record, num_blocks: int) -> None:
+    def _drop_count(self, record: Record, num_blocks: i64) -> None:
         record.num_blocks -= num_blocks
         if record.num_blocks == 0:
             if record.is_shared:

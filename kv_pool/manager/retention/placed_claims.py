@@ -1,8 +1,9 @@
 """`PlacedClaims`: blocks with claims, each free one in the band of its strongest claim."""
 
 from collections.abc import Callable
+from typing import Final
 
-from mypy_extensions import i32
+from mypy_extensions import i32, i64
 
 from kv_pool.contiguous.run_index import note_moved
 from kv_pool.contiguous.run_pool_core import RunPoolCore
@@ -15,6 +16,8 @@ from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, a
 from kv_pool.manager.retention.claim_records import ClaimRecords, Record
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
 from kv_pool.manager.retention.pins import Pins
+
+_NO_ID: Final = -(2**31)
 
 Change = tuple[list[KVCacheBlock], list[tuple[Claim, ...]], bool]
 """Blocks, the claims that each of them gets, and whether durations count from now."""
@@ -94,38 +97,48 @@ class PlacedClaims(Placement):
     def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
         """Add claims to those on the cached ones of these blocks, which are in use."""
         records = self.records
-        last_id: i32 = -1
+        last_id: i32 = _NO_ID
+        new_id: i32 = 0
+        old: Record | None = None
         record: Record | None = None
-        stretch: list[KVCacheBlock] = []
+        notes_pins = False
+        num_put: i64 = 0
         for block in blocks:
             if block.key is None:  # null blocks have none, too
                 continue
-            retention_id = max(block.retention_id, 0)
+            retention_id = block.retention_id
             if retention_id != last_id:
-                self._put_stretch(stretch, record)
-                stretch = []
+                if record is not None:
+                    records.count_put(record, old, num_put)
                 last_id = retention_id
-                old = records.get_claims(block)
-                new = old
+                num_put = 0
+                old = records.find(block)
+                claims_before = records.get_claims(block)
+                new_claims = claims_before
                 for claim in claims:
-                    new = add_claim(new, claim)
-                record = None if new is old else records.share(new)
-            stretch.append(block)
-        self._put_stretch(stretch, record)
-
-    def _put_stretch(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
-        """Put blocks in use under a record; None leaves their claims as they are."""
-        if record is None or not blocks:
-            return
-        if self.pins.blocks or record.strength == PINNED:
-            for block in blocks:
-                self.pins.note(block, record.claims)
-        self.records.put_all(blocks, record)
+                    new_claims = add_claim(new_claims, claim)
+                record = None
+                if new_claims is not claims_before:
+                    record = records.share(new_claims)
+                    new_id = record.retention_id
+                    notes_pins = len(self.pins.blocks) > 0 or record.strength == PINNED
+            if record is not None:
+                if notes_pins:
+                    self.pins.note(block, record.claims)
+                block.retention_id = new_id
+                num_put += 1
+        if record is not None:
+            records.count_put(record, old, num_put)
 
     def _cover(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
         """Replace the claims on blocks in use."""
-        if blocks:
-            self._put_stretch(blocks, self.records.share(claims))
+        if not blocks:
+            return
+        record = self.records.share(claims)
+        if self.pins.blocks or record.strength == PINNED:
+            for block in blocks:
+                self.pins.note(block, claims)
+        self.records.put_all(blocks, record)
 
     def check_pins(self, num_new: int, num_replaced: int) -> None:
         """Raise PinLimitError if so many pins instead of others would be too many."""
@@ -226,42 +239,45 @@ class PlacedClaims(Placement):
         self.is_marked = False
 
     def _place(self, freed: list[KVCacheBlock]) -> None:
-        stretch: list[KVCacheBlock] = []
+        first = -1  # of the stretch that is open; none: -1
         last_id: i32 = 0
-        for block in freed:
+        previous: KVCacheBlock | None = None
+        for index, block in enumerate(freed):
             retention_id = block.retention_id
-            if retention_id == 0 or block.next_free_block is None:
-                continue
-            if retention_id < 0 or block.key is None:
+            is_claimed = retention_id > 0 and block.next_free_block is not None and block.key is not None
+            if first >= 0 and not (
+                is_claimed and retention_id == last_id and block.prev_free_block is previous
+            ):
+                self._place_stretch(freed[first:index])
+                first = -1
+            if is_claimed:
+                if first < 0:
+                    first = index
+                    last_id = retention_id
+                previous = block
+            elif retention_id != 0 and block.next_free_block is not None:
                 self._drop(block)
-                continue
-            if retention_id != last_id:
-                if stretch:
-                    self._place_stretch(stretch)
-                stretch = []
-                last_id = retention_id
-            stretch.append(block)
-        if stretch:
-            self._place_stretch(stretch)
+        if first >= 0:
+            self._place_stretch(freed[first:])
 
     def _place_stretch(self, blocks: list[KVCacheBlock]) -> None:
-        """Place blocks that have become free, one after the other, under the same record."""
+        """Place blocks that have become free, follow each other in the queue, and have the same record."""
         record = self.records.find(blocks[0])
         assert record is not None
         if record.is_lasting and record.is_shared:
-            self._put_in_place(blocks, record.strength)
+            self._put_in_place(blocks, record.strength, True)
             return
         now = self._clock()
         live = list_live(record.claims, now, now)
         if is_pin(record.claims) and not is_pin(live):
             for block in blocks:
                 self.pins.drop(block)
-        if live is record.claims and self.records.restart(record, blocks, now):
+        if live is record.claims and self.records.take_over(record, blocks, now):
             self.deadlines.push(record)
         else:
             self._put_claims(blocks, live, now)
         if live:
-            self._put_in_place(blocks, find_strength(live))
+            self._put_in_place(blocks, find_strength(live), True)
 
     def _claim_free(
         self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], freed_at: float, old_strength: int
@@ -286,10 +302,20 @@ class PlacedClaims(Placement):
         else:
             self.deadlines.push(self.records.make(claims, blocks, freed_at))
 
-    def _put_in_place(self, blocks: list[KVCacheBlock], strength: int) -> None:
-        """Move free blocks to the back of a band, or hold them if they are pinned."""
+    def _put_in_place(self, blocks: list[KVCacheBlock], strength: int, is_chain: bool = False) -> None:
+        """Move free blocks to the back of a band, or hold them if they are pinned.
+
+        Args:
+            is_chain: they are known to follow each other in the queue.
+        """
         if strength != PINNED:
-            self._move(blocks, find_band(strength))
+            band = find_band(strength)
+            if is_chain:
+                self._order.move_chain(blocks[0], blocks[-1], band)
+                if self._run_pool is not None:
+                    note_moved(self._run_pool.run_index, blocks, band)
+            else:
+                self._move(blocks, band)
             return
         for block in blocks:
             self.pins.note(block, self.records.get_claims(block))
