@@ -384,7 +384,8 @@ class BlockRetention:
         try:
             for low, high, claims in segments:
                 if claims:
-                    self._placed.add(blocks[low:high], claims)
+                    is_all = low == 0 and high == len(blocks)
+                    self._placed.add(blocks if is_all else blocks[low:high], claims)
             self._pins.fulfil(request_id, group_id, first, segments)
         except BaseException:
             self._recover()

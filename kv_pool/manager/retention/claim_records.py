@@ -117,8 +117,12 @@ class ClaimRecords:
         return record
 
     def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
-        """As `make`, with the shared record of these blocks; False if others have it, or if it is not shared."""
-        if record.num_blocks != len(blocks) or not record.is_shared:
+        """As `make`, with the shared record that the blocks have; False if it is not shared.
+
+        Claims of this record end, so that no other free block has it. Blocks in use keep its number, and get
+        a record of their own when they become free.
+        """
+        if not record.is_shared:
             return False
         del self._shared[record.claims]
         record.be_about(blocks, freed_at)
