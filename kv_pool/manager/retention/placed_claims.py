@@ -131,8 +131,13 @@ class PlacedClaims(Placement):
             records.count_put(record, old, num_put)
 
     def _cover(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
-        """Replace the claims on blocks in use."""
+        """Replace the claims on blocks in use; without any they are removed."""
         if not blocks:
+            return
+        if not claims:
+            for block in blocks if self.pins.blocks else ():
+                self.pins.drop(block)
+            self.records.drop_stretch(blocks)
             return
         record = self.records.share(claims)
         if self.pins.blocks or record.strength == PINNED:
@@ -348,22 +353,22 @@ class PlacedClaims(Placement):
         stretch_freed_at = 0.0
         used: list[KVCacheBlock] = []
         used_claims: tuple[Claim, ...] = NO_CLAIMS
+        has_held = self.held.has_blocks
         for index in range(len(blocks) - 1, -1, -1):
             block = blocks[index]
             claims = new_claims[index]
-            record = self.records.find(block) if self.records.get_claims(block) else None
-            if block.next_free_block is None and not (block.ref_cnt == 1 and self.held.contains(block)):
-                if not claims:
-                    self._drop(block)
-                elif claims is used_claims:
-                    used.append(block)
-                else:
+            if block.next_free_block is None and not (
+                has_held and block.ref_cnt == 1 and self.held.contains(block)
+            ):
+                if claims is not used_claims:
                     self._cover(used, used_claims)
-                    used = [block]
+                    used = []
                     used_claims = claims
-                if self.held.has_blocks:
+                used.append(block)
+                if has_held:
                     self.note_taken([block])
                 continue
+            record = self.records.find(block) if self.records.get_claims(block) else None
             freed_at = now if restarts or record is None or record.is_shared else record.freed_at
             strength = EXPIRED if record is None else record.strength
             if record is None and claims:
