@@ -21,7 +21,7 @@ from kv_pool.threads import submit
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _ORDER = """
-trace blocks block_size run_length defrag_threshold defrag_interval defrag_moves max_evictions speedup
+trace blocks block_size manager run_length defrag_threshold defrag_interval defrag_moves max_evictions speedup
 trace_block_size timestamp_unit duration name listen peer nodes registry secret_file block_bytes max_rate
 host_tier disk_tier disk_tier_blocks publish publish_replay publish_config socket config
 """
@@ -100,9 +100,11 @@ def _run(replay: LiveReplay, duration: float | None, asked_to_end: int) -> None:
 def _describe(replay: LiveReplay) -> str:
     progress = replay.get_progress()
     statistics = replay.pool.get_statistics()
-    hit_rate = (statistics.hit_blocks or 0) / (statistics.looked_up_blocks or 1)
+    hits = ""
+    if statistics.looked_up_blocks:
+        hits = f"{(statistics.hit_blocks or 0) / statistics.looked_up_blocks:.1%} hits, "
     return (
-        f"{progress.seconds:.0f} s: {statistics.utilization:.0%} in use, {hit_rate:.1%} hits, "
+        f"{progress.seconds:.0f} s: {statistics.utilization:.0%} in use, {hits}"
         f"{statistics.fragmentation_rate:.1%} fragmented, {progress.requests_per_s:.1f} requests/s, "
         f"{progress.num_running} running, {progress.num_waiting} waiting"
     )

@@ -9,17 +9,15 @@ from zlib import crc32
 
 import msgspec
 
-from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.victims import LRUEviction
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control.block_contents import BlockContents
+from kv_pool.control.live_engine import LiveEngine, ManagerEngine, PoolEngine
 from kv_pool.control.live_tiers import LiveTiers
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
+from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.protocol import BlockAllocationRequest
 from kv_pool.replay.replay_request import ReplayRequest, RequestState
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
@@ -121,18 +119,17 @@ class LiveReplay:
         self._contents: BlockContents | None = None
         if settings.has_bytes:
             self._contents = BlockContents(settings.blocks + 1, settings.block_bytes)
-        self.pool = GPUKVPool(
-            settings.blocks,
-            settings.block_size,
-            storage=None if self._contents is None else self._contents.storage,
-            run_length=settings.run_length,
-            eviction_policy=LRUEviction(),
-            on_evicted=self._requeue,
-            enable_kv_cache_events=publisher is not None,
-        )
+        storage = None if self._contents is None else self._contents.storage
+        has_events = publisher is not None
+        make_engine = ManagerEngine if settings.manager else PoolEngine
+        self._engine: LiveEngine = make_engine(settings, storage, self._requeue, enable_events=has_events)
+        self.pool = self._engine.pool
         self.tiers: LiveTiers | None = None
         if settings.has_tiers:
-            self.tiers = LiveTiers(self.pool, settings, enable_events=publisher is not None)
+            block_pool = self._engine.block_pool
+            self.tiers = LiveTiers(block_pool, storage, self.pool.lock, settings, enable_events=has_events)
+        self._num_blocks = settings.blocks
+        self._block_size = settings.block_size
         self._publisher = publisher
         self.defragmenter = Defragmenter(
             self.pool,
@@ -152,7 +149,7 @@ class LiveReplay:
         self._requests = read_for_ever(trace, settings.block_size, settings.blocks, first_number)
         self._coming = next(self._requests)
         self._waiting: deque[ReplayRequest] = deque()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[str, _Running] = {}
         self._prefill_free_s = self._began_s
         self._num_finished = 0
         self._num_preempted = 0
@@ -171,17 +168,17 @@ class LiveReplay:
         # Nothing comes or goes in between: what a step takes has its bytes when the step ends.
         with self.pool.lock:
             self._receive(now_s)
-            for sequence_id in list(self._running):
+            for request_id in list(self._running):
                 # It may have been evicted in this very step.
-                if sequence_id in self._running:
-                    self._generate(sequence_id, now_s)
+                if request_id in self._running:
+                    self._generate(request_id, now_s)
             self._admit(now_s)
             self.defragmenter.step()
             if self.tiers is not None:
                 self.tiers.cache.flush()
             self._check_contents()
         if self._publisher is not None:
-            self._publisher.publish(self.pool.take_events())
+            self._publisher.publish(self._engine.take_events())
 
     def get_progress(self) -> LiveProgress:
         seconds = self._clock() - self._began_s
@@ -203,111 +200,111 @@ class LiveReplay:
             self._coming = next(self._requests)
 
     def _admit(self, now_s: float) -> None:
-        pool = self.pool
+        engine = self._engine
         while self._waiting and len(self._running) < self._rates.max_running:
             request = self._waiting[0]
-            num_blocks = -(-request.num_tokens // pool.block_size)
-            num_hashes = min(len(request.block_hashes), request.max_hit_tokens // pool.block_size)
-            if num_blocks + len(self._running) > pool.get_free_blocks():
+            num_blocks = -(-request.num_tokens // self._block_size)
+            num_hashes = min(len(request.block_hashes), request.max_hit_tokens // self._block_size)
+            admitted = None
+            if num_blocks + len(self._running) <= engine.get_free_blocks():
+                admitted = engine.admit(request, num_blocks)
+            if admitted is None:
                 if self.tiers is not None:
                     self.tiers.prefetch(request.request_id, request.block_hashes[:num_hashes])
                 return
             self._waiting.popleft()
-            sequence_id = int(request.request_id)
-            num_hits = len(pool.claim_prefix(sequence_id, request.block_hashes[:num_hashes]))
-            new_ids = pool.allocate(BlockAllocationRequest(num_blocks - num_hits, sequence_id))
+            num_hits, new_ids = admitted
             num_hits += self._read_back(request, num_hits, num_hashes, new_ids)
-            num_new_tokens = request.num_tokens - num_hits * pool.block_size
+            num_new_tokens = request.num_tokens - num_hits * self._block_size
             started_s = max(now_s, self._prefill_free_s)
             self._prefill_free_s = started_s + num_new_tokens / self._rates.prefill_tokens_per_s
-            self._running[sequence_id] = _Running(request, num_blocks, self._prefill_free_s)
+            self._running[request.request_id] = _Running(request, num_blocks, self._prefill_free_s)
 
-    def _generate(self, sequence_id: int, now_s: float) -> None:
-        running = self._running[sequence_id]
+    def _generate(self, request_id: str, now_s: float) -> None:
+        running = self._running[request_id]
         request = running.request
         if now_s < running.computed_s or running.is_suspended:
             return
         num_due = int((now_s - running.computed_s) * self._rates.decode_tokens_per_s) - running.num_generated
         num_due = min(num_due, request.num_output_left)
-        num_more = -(-(request.num_tokens + num_due) // self.pool.block_size) - running.num_blocks
+        num_more = -(-(request.num_tokens + num_due) // self._block_size) - running.num_blocks
         if num_more > 0:
             # Others may lose their blocks to this one; it fits if all of them do.
-            try:
-                new_ids = self.pool.allocate(BlockAllocationRequest(num_more, sequence_id))
-            except PoolExhaustedError:
-                if not self.pool.block_pool.holds.list_fixed_ids():
-                    raise
-                return  # a migration holds blocks that could be evicted: try again when it is over
+            new_ids = self._engine.grow(request, num_due, num_more)
+            if new_ids is None:
+                return  # try again when the migration is over
             self._write(request, running.num_blocks, new_ids)
             running.num_blocks += num_more
         num_full = len(request.block_hashes)
         request.append_output(num_due)
+        request.num_computed_tokens = request.num_tokens
         running.num_generated += num_due
         if not running.is_cached or len(request.block_hashes) > num_full:
-            token_ids = None if self._publisher is None else request.all_token_ids
-            self.pool.cache_prefix(sequence_id, request.block_hashes, token_ids)
+            self._engine.cache(request, self._publisher is not None)
             running.is_cached = True
         if not request.num_output_left:
-            self._note_wrong(sequence_id)
-            self.pool.free_sequence(sequence_id)
-            del self._running[sequence_id]
+            self._note_wrong(request_id)
+            self._engine.finish(request)
+            del self._running[request_id]
             self._num_finished += 1
 
     # ---- going to other nodes, and coming from them: `SequenceOwner` --------------------------------
 
-    def describe(self, sequence_id: int) -> bytes:
-        running = self._running[sequence_id]
+    def describe(self, sequence_id: int | str) -> bytes:
+        running = self._running[str(sequence_id)]
         left_s = running.computed_s - self._clock()
         return msgspec.msgpack.encode(
             _SequenceState(running.request.get_state(), running.num_generated, left_s, running.is_cached)
         )
 
-    def list_token_ids(self, sequence_id: int) -> list[int]:
-        return [] if self._publisher is None else self._running[sequence_id].request.all_token_ids
+    def list_token_ids(self, sequence_id: int | str) -> list[int]:
+        return [] if self._publisher is None else self._running[str(sequence_id)].request.all_token_ids
 
-    def suspend(self, sequence_id: int) -> None:
-        self._running[sequence_id].is_suspended = True
+    def suspend(self, sequence_id: int | str) -> None:
+        self._running[str(sequence_id)].is_suspended = True
 
-    def resume(self, sequence_id: int) -> None:
-        running = self._running[sequence_id]
+    def resume(self, sequence_id: int | str) -> None:
+        running = self._running[str(sequence_id)]
         running.is_suspended = False
         if running.num_generated:  # it has not generated meanwhile, and does not catch up
             running.computed_s = self._clock() - running.num_generated / self._rates.decode_tokens_per_s
 
-    def give_up(self, sequence_id: int, target: str) -> None:
-        del self._running[sequence_id]
+    def give_up(self, sequence_id: int | str, target: str) -> None:
+        del self._running[str(sequence_id)]
+        self._engine.give_up(str(sequence_id))
         self._num_given_up += 1
 
-    def expect(self, sequence_id: int, num_blocks: int, state: bytes) -> None:
+    def expect(self, sequence_id: int | str, num_blocks: int, state: bytes) -> None:
         arriving = self._decode(state)
         request = arriving.request
-        num_needed = -(-(request.num_tokens + request.num_output_left) // self.pool.block_size)
-        is_ours = request.number == sequence_id and request.block_size == self.pool.block_size
-        if not is_ours or num_blocks < -(-request.num_tokens // self.pool.block_size):
+        num_needed = -(-(request.num_tokens + request.num_output_left) // self._block_size)
+        is_ours = str(request.number) == str(sequence_id) and request.block_size == self._block_size
+        if not is_ours or num_blocks < -(-request.num_tokens // self._block_size):
             raise InvalidArgumentError(
                 f"sequence {sequence_id} with {num_blocks} blocks is said to be request {request.number} "
                 f"with {request.num_tokens} tokens in blocks of {request.block_size}"
             )
-        if num_needed > self.pool.total_blocks:
+        if num_needed > self._num_blocks:
             raise InvalidArgumentError(
-                f"sequence {sequence_id} will need {num_needed} blocks, the pool has {self.pool.total_blocks}"
+                f"sequence {sequence_id} will need {num_needed} blocks, the pool has {self._num_blocks}"
             )
         if any(waiting.request_id == str(sequence_id) for waiting in self._waiting):
             raise InvalidArgumentError(f"sequence {sequence_id} is here already: it waits for blocks")
 
-    def take_over(self, sequence_id: int, state: bytes) -> None:
+    def take_over(self, sequence_id: int | str, state: bytes) -> None:
         arriving = self._decode(state)
         now_s = self._clock()
         computed_s = now_s + arriving.prefill_left_s
         if arriving.num_generated:
             computed_s = now_s - arriving.num_generated / self._rates.decode_tokens_per_s
         request = ReplayRequest.from_state(arriving.request)
-        num_blocks = len(self.pool.blocks_of(sequence_id))
-        self._running[sequence_id] = _Running(
+        self._engine.take_over(request)
+        num_blocks = len(self._engine.list_ids(request))
+        self._running[str(sequence_id)] = _Running(
             request, num_blocks, computed_s, arriving.num_generated, arriving.is_cached
         )
         self._num_taken_over += 1
-        self._note_wrong(sequence_id)
+        self._note_wrong(request.request_id)
 
     def _decode(self, state: bytes) -> _SequenceState:
         try:
@@ -340,10 +337,10 @@ class LiveReplay:
         self._write(request, num_hits + num_read, block_ids[num_read:])
         return num_read
 
-    def _note_wrong(self, sequence_id: int) -> None:
+    def _note_wrong(self, request_id: str) -> None:
         if self._contents is not None:
-            request = self._running[sequence_id].request
-            block_ids = self.pool.blocks_of(sequence_id)
+            request = self._running[request_id].request
+            block_ids = self._engine.list_ids(request)
             names = [request.name_block(at) for at in range(len(block_ids))]
             self._wrong += self._contents.find_wrong(block_ids, names)
 
@@ -351,9 +348,9 @@ class LiveReplay:
         if self._wrong:
             raise CorruptedPoolError(f"the blocks {self._wrong[:20]} do not hold what they should")
 
-    def _requeue(self, sequence_id: int, block_ids: list[int]) -> None:
+    def _requeue(self, request_id: str) -> None:
         """What it has generated is kept; it is computed anew, but for what is still cached then."""
-        self._waiting.appendleft(self._running.pop(sequence_id).request)
+        self._waiting.appendleft(self._running.pop(request_id).request)
         self._num_preempted += 1
 
 

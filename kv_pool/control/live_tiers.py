@@ -1,15 +1,17 @@
 """`LiveTiers`: colder homes for the blocks of a live replay, and what comes back from them."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
-from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.control.node_reports import TierList
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
 from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import Tier
@@ -22,6 +24,8 @@ class LiveTiers:
     """The tiers that the settings name, below a pool with bytes. Everything is called with the pool's lock.
 
     Args:
+        storage: the bytes of the pool's blocks.
+        lock: the pool's.
         settings: with `host_tier`, `disk_tier`, or both.
         enable_events: what tiers gain and lose is told among the pool's events.
 
@@ -29,18 +33,26 @@ class LiveTiers:
         TierError, LayoutMismatchError: the folder can not be used, or holds other blocks.
     """
 
-    def __init__(self, pool: GPUKVPool, settings: ServeSettings, *, enable_events: bool) -> None:
-        if pool.storage is None:
+    def __init__(
+        self,
+        block_pool: BlockPoolCore,
+        storage: BlockStorage | None,
+        lock: AbstractContextManager[object],
+        settings: ServeSettings,
+        *,
+        enable_events: bool,
+    ) -> None:
+        if storage is None:
             raise InvalidArgumentError("tiers keep the bytes of blocks, and this pool has no storage")
-        self._pool = pool
+        self._lock = lock
         tiers: list[Tier] = []
         if settings.host_tier:
-            tiers.append(HostTier(settings.host_tier, pool.storage))
+            tiers.append(HostTier(settings.host_tier, storage))
         if settings.disk_tier is not None:
             capacity = settings.disk_tier_blocks or _DISK_BLOCKS_PER_BLOCK * settings.blocks
-            layout = BlockLayout.describe(pool.storage, pool.block_size)
+            layout = BlockLayout.describe(storage, settings.block_size)
             tiers.append(DiskTier(settings.disk_tier, capacity, layout))
-        self.cache = TieredCache(pool.block_pool, pool.storage, tiers, enable_events=enable_events)
+        self.cache = TieredCache(block_pool, storage, tiers, enable_events=enable_events)
         self._hits = dict.fromkeys([MEDIUM_GPU, *(tier.medium for tier in tiers)], 0)
 
     def find(self, block_hashes: Sequence[BlockHash]) -> list[BlockHashWithGroupId]:
@@ -72,11 +84,11 @@ class LiveTiers:
 
     def get_report(self) -> TierList:
         """What each tier holds, and what requests have started with."""
-        with self._pool.lock:
+        with self._lock:
             return TierList(dict(self._hits), self.cache.get_statistics(), self.cache.num_dropped)
 
     def close(self) -> None:
         """Store what is pending, and close the tiers; what is on disk stays there."""
-        with self._pool.lock:
+        with self._lock:
             self.cache.flush()
             self.cache.close()

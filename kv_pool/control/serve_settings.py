@@ -35,6 +35,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "mooncake_conversation"
     blocks: Annotated[_Count, Option("Capacity in blocks.")] = 10_000
     block_size: Annotated[_Count, Option("Tokens per block.")] = 128
+    manager: Annotated[
+        bool, Option("Serve a KVCacheManager, as engines with a scheduler have it, not a GPUKVPool.")
+    ] = False
     run_length: Annotated[_Count, Option("Fragmentation is about runs of so many blocks.")] = (
         DEFAULT_RUN_LENGTH
     )

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
-from adapter.made_pool import check, make_site
+from control.live_checks import check, count_free, list_held, list_ids, make_site
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
@@ -52,7 +52,7 @@ class Pair:
             )
             publisher = self.publishers[name] = Keeping()
             replay = LiveReplay(made, rates=RATES, publisher=publisher, clock=lambda: self.now)
-            site = make_site(replay.pool, owner=replay)
+            site = make_site(replay)
             node = Migrator(name, site, backends=[InProcessBackend(site.storage)])
             self.replays[name], self.nodes[name] = replay, stack.enter_context(node)
         self.nodes["a"].connect(self.nodes["b"])
@@ -73,15 +73,16 @@ class Pair:
         return progress.num_running, progress.num_finished
 
     def list_ids(self, name):
-        return self.replays[name].pool.list_sequences()
+        return list(list_held(self.replays[name]))
 
 
-@pytest.fixture
-def make_pair(tmp_path):
+@pytest.fixture(params=[False, True], ids=["pool", "manager"])
+def make_pair(tmp_path, request):
     with ExitStack() as stack:
 
         def make(records=(), records_of_b=(), blocks=20, blocks_of_b=20, **settings):
             records = {"a": records, "b": records_of_b}
+            settings["manager"] = request.param
             return Pair(tmp_path, stack, records, {"a": blocks, "b": blocks_of_b}, **settings)
 
         yield make
@@ -93,7 +94,7 @@ ONE = find_first_number("a")
 def test_a_request_goes_on_where_it_has_come_to(make_pair):
     pair = make_pair([record(20, [1, 2, 3], 50)])
     pair.run_for(2)  # 0.02 s to compute its prompt, then 10 tokens a second
-    num_blocks = len(pair.replays["a"].pool.blocks_of(ONE))
+    num_blocks = len(list_ids(pair.replays["a"], ONE))
     assert num_blocks == 5
     assert len(pair.migrate(ONE)) == num_blocks
     assert (pair.count("a"), pair.count("b")) == ((0, 0), (1, 0))
@@ -103,7 +104,7 @@ def test_a_request_goes_on_where_it_has_come_to(make_pair):
     assert pair.count("b") == (0, 1)
     assert pair.replays["a"].get_progress().num_given_up == 1
     assert pair.replays["b"].get_progress().num_taken_over == 1
-    assert pair.replays["b"].pool.get_free_blocks() == 20
+    assert count_free(pair.replays["b"]) == 20
 
 
 def test_a_prompt_that_is_being_computed_takes_as_long_as_it_would_have(make_pair):
@@ -121,17 +122,17 @@ def test_a_request_on_its_way_does_nothing_and_does_not_catch_up_when_it_stays(m
     pair = make_pair([record(8, [1], 100)])
     pair.run_for(1.0)
     site = pair.nodes["a"].site
+    held = list_ids(pair.replays["a"], ONE)
     with site.lock:
         site.freeze(SequenceSubject(ONE))
-    held = pair.replays["a"].pool.blocks_of(ONE)
     pair.run_for(3.0)
-    assert pair.replays["a"].pool.blocks_of(ONE) == held
     with site.lock:
         site.thaw(SequenceSubject(ONE))
+    assert list_ids(pair.replays["a"], ONE) == held
     pair.run_for(0.4)
-    assert len(pair.replays["a"].pool.blocks_of(ONE)) <= len(held) + 1
+    assert len(list_ids(pair.replays["a"], ONE)) <= len(held) + 1
     pair.run_for(2.0)
-    assert len(pair.replays["a"].pool.blocks_of(ONE)) > len(held)
+    assert len(list_ids(pair.replays["a"], ONE)) > len(held)
 
 
 def test_a_request_that_grows_waits_while_others_are_on_their_way(make_pair):
@@ -169,18 +170,19 @@ def test_what_came_is_told_with_its_tokens_and_hit_by_others(make_pair):
     pair = make_pair([record(24, [1, 2, 3], 20)], [record(24, [1, 2, 3], 20, 5000)])
     pair.run_for(1.0)
     pair.migrate(ONE)
+    came = list_ids(pair.replays["b"], ONE)
     pair.run_for(5.0)
     stored = [event.token_ids for event in pair.publishers["b"].events if hasattr(event, "token_ids")]
     assert stored[:3] == [[1] * 8, [2] * 8, [3] * 8]
-    assert pair.replays["b"].pool.get_statistics().hit_blocks == 2
+    assert list_ids(pair.replays["b"], find_first_number("b"))[:2] == came[:2]
 
 
 def test_wrong_bytes_are_noticed(make_pair):
     pair = make_pair([record(24, [1, 2, 3], 20)])
     pair.run_for(0.5)
-    pool = pair.replays["a"].pool
-    block_id = pool.blocks_of(ONE)[1]
-    pool.storage.write_block(block_id, bytes(pool.block_bytes))
+    storage = pair.nodes["a"].site.storage
+    block_id = list_ids(pair.replays["a"], ONE)[1]
+    storage.write_block(block_id, bytes(storage.block_bytes))
     new_ids = pair.migrate(ONE)
     with pytest.raises(
         CorruptedPoolError, match=rf"the blocks \[{new_ids[1]}\] do not hold what they should"
@@ -203,7 +205,7 @@ def test_what_can_not_go_on_there_stays(make_pair):
     ):
         with pytest.raises(InvalidArgumentError):
             there.expect(sequence_id, num_blocks, said)
-    there._waiting.append(pair.replays["a"]._running[ONE + 1].request)
+    there._waiting.append(pair.replays["a"]._running[str(ONE + 1)].request)
     with pytest.raises(InvalidArgumentError, match="is here already: it waits for blocks"):
         pair.migrate(ONE + 1)
     there._waiting.clear()

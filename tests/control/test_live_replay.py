@@ -5,11 +5,11 @@ import threading
 from itertools import islice
 
 import pytest
-from adapter.made_pool import check
+from control.live_checks import check, count_free, list_held
 from events.pool_map import pool_map
 from replay.made_trace import make_random_records, record, write_trace
 
-from kv_pool import InvalidArgumentError
+from kv_pool import GPUKVPool, InvalidArgumentError
 from kv_pool.control.live_replay import STEP_S, LiveReplay, read_for_ever
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
@@ -28,12 +28,13 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def make_replay(tmp_path):
+@pytest.fixture(params=[False, True], ids=["pool", "manager"])
+def make_replay(tmp_path, request):
     def make(records, rates=RATES, publisher=None, **settings):
         path = write_trace(tmp_path / "trace.jsonl", records)
         clock = Clock()
         settings = {"block_size": 8, "trace_block_size": 8, "run_length": 2, **settings}
+        settings["manager"] = request.param
         replay = LiveReplay(
             ServeSettings(trace=str(path), **settings), rates=rates, publisher=publisher, clock=clock
         )
@@ -76,19 +77,23 @@ def test_a_request_takes_its_blocks_grows_and_gives_them_back(make_replay):
     replay = make_replay([record(16, [1, 2], 20), LAST], blocks=10)
     replay.run_for(STEP_S)
     assert count(replay) == (0, 1, 0)
-    assert replay.pool.blocks_of(1) == [1, 2]
+    assert list_held(replay) == {1: 2}
     replay.run_for(1.2)  # 16 tokens at 1000 a second, then 10 a second: 11 of 20
-    assert len(replay.pool.blocks_of(1)) == 4
+    assert list_held(replay) == {1: 4}
     replay.run_for(1.0)
     assert count(replay) == (0, 0, 1)
-    assert replay.pool.get_free_blocks() == 10
+    assert count_free(replay) == 10
 
 
 def test_a_prompt_that_was_seen_is_hit_but_for_its_last_token(make_replay):
     replay = make_replay([record(16, [1, 2], 1, 0), record(16, [1, 2], 1, 1000), LAST], blocks=10)
-    replay.run_for(2)
-    statistics = replay.pool.get_statistics()
-    assert (statistics.looked_up_blocks, statistics.hit_blocks) == (2, 1)
+    replay.run_for(0.9)
+    assert count(replay) == (0, 0, 1)
+    replay.run_for(0.15)
+    layout = replay.pool.get_layout()
+    assert list_held(replay) == {2: 2}
+    # The first block is the first request's; its second one stays cached beside the new one.
+    assert [block_id for block_id, holders in enumerate(layout.holders) if holders] == [1, 3]
 
 
 def test_requests_wait_for_blocks_and_begin_in_the_order_they_came(make_replay):
@@ -96,7 +101,7 @@ def test_requests_wait_for_blocks_and_begin_in_the_order_they_came(make_replay):
     replay = make_replay([*records, LAST], blocks=8)
     replay.run_for(STEP_S)
     assert count(replay) == (2, 1, 0)
-    assert replay.pool.list_sequences() == [1]
+    assert list(list_held(replay)) == [1]
     replay.run_for(4)
     assert count(replay) == (0, 0, 3)
 
@@ -106,7 +111,8 @@ def test_a_request_that_grows_evicts_another_which_begins_anew(make_replay):
     replay = make_replay([*records, LAST], blocks=7)
     replay.run_for(3)
     assert replay.get_progress().num_preempted > 0
-    assert replay.pool.get_statistics().evicted_sequences == replay.get_progress().num_preempted
+    if isinstance(replay.pool, GPUKVPool):
+        assert replay.pool.get_statistics().evicted_sequences == replay.get_progress().num_preempted
     replay.run_for(20)
     assert count(replay) == (0, 0, 2)
 
@@ -200,4 +206,4 @@ def test_after_each_step_its_events_tell_what_the_pool_holds(make_replay, seed):
 def test_without_a_publisher_no_events_pile_up(make_replay):
     replay = make_replay([record(16, [1, 2], 20), LAST], blocks=10)
     replay.run_for(1.0)
-    assert replay.pool.take_events() == []
+    assert not replay.pool.block_pool.kv_event_queue

@@ -1,10 +1,11 @@
 """A live replay whose blocks have colder homes: what comes back, and that it is what went."""
 
+import functools
 import random
 from contextlib import contextmanager
 
 import pytest
-from adapter.made_pool import check
+from control.live_checks import check
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import ControlError
@@ -28,8 +29,13 @@ AGAIN = [
 ]
 
 
+@pytest.fixture(params=[False, True], ids=["pool", "manager"])
+def replaying(request):
+    return functools.partial(run_replay, manager=request.param)
+
+
 @contextmanager
-def replaying(folder, records, **settings):
+def run_replay(folder, records, **settings):
     """A live replay, and how to run it for so many seconds."""
     path = write_trace(folder / "trace.jsonl", records)
     settings = {"blocks": 12, "block_size": 8, "trace_block_size": 8, "block_bytes": 64, **settings}
@@ -48,7 +54,7 @@ def replaying(folder, records, **settings):
         replay.tiers.close()
 
 
-def test_a_prompt_that_the_pool_has_lost_comes_back_from_memory(tmp_path):
+def test_a_prompt_that_the_pool_has_lost_comes_back_from_memory(replaying, tmp_path):
     with replaying(tmp_path, AGAIN, host_tier=50) as (replay, run):
         run(8)
         assert replay.get_progress().num_finished == 5
@@ -58,7 +64,7 @@ def test_a_prompt_that_the_pool_has_lost_comes_back_from_memory(tmp_path):
         assert (report.tiers[0].num_read, report.num_dropped) == (4, 0)
 
 
-def test_what_memory_has_no_room_for_comes_back_from_disk_also_after_a_restart(tmp_path):
+def test_what_memory_has_no_room_for_comes_back_from_disk_also_after_a_restart(replaying, tmp_path):
     cold = {"host_tier": 2, "disk_tier": str(tmp_path / "cold"), "disk_tier_blocks": 100}
     with replaying(tmp_path, AGAIN, **cold) as (replay, run):
         run(8)
@@ -75,7 +81,7 @@ def test_what_memory_has_no_room_for_comes_back_from_disk_also_after_a_restart(t
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_busy_pool_with_tiers_has_the_right_bytes(tmp_path, seed):
+def test_a_busy_pool_with_tiers_has_the_right_bytes(replaying, tmp_path, seed):
     draw = random.Random(seed)
     records = make_random_records(draw, 60, 8, partial_ids=True)
     records = [{**one, "timestamp": 200 * at, "output_length": 12} for at, one in enumerate(records)]
@@ -97,7 +103,7 @@ def test_a_busy_pool_with_tiers_has_the_right_bytes(tmp_path, seed):
         assert replay.pool.get_statistics().moved_blocks > 0
 
 
-def test_a_running_pool_tells_of_its_tiers(tmp_path):
+def test_a_running_pool_tells_of_its_tiers(replaying, tmp_path):
     with (
         replaying(tmp_path, AGAIN, host_tier=50) as (replay, run),
         ControlServer(replay.pool, tmp_path / "here.sock", tiers=replay.tiers.get_report),
