@@ -141,7 +141,11 @@ class ManagerEngine:
         enable_events: bool,
     ) -> None:
         pool = RunBlockPool(
-            settings.blocks + 1, True, settings.block_size, enable_kv_cache_events=enable_events
+            settings.blocks + 1,
+            True,
+            settings.block_size,
+            enable_kv_cache_events=enable_events,
+            dense_events=True,
         )
         self.manager = KVCacheManager(pool)
         self.block_pool: BlockPoolCore = pool
