@@ -42,6 +42,17 @@ def test_its_first_line_says_where_and_how_to_ask(folder):
             assert client.get_statistics().total_blocks == 40
 
 
+def test_a_manager_is_served_and_asked_as_a_pool_is(folder):
+    with serving(*SMALL, "--manager", "--socket", "here.sock", cwd=folder):
+        for command in ("stats", "layout", "sequences", "defrag"):
+            done = kv_pool_command(command, "--json", "--socket", "here.sock", cwd=folder)
+            assert done.returncode == 0, done.stderr
+            known = json.loads(done.stdout)
+            assert known.get("total_blocks", 40) == 40
+            # Only sequences of a GPUKVPool have priorities.
+            assert all(one["priority"] is None for one in known.get("sequences", []))
+
+
 def test_another_socket_is_named_in_the_line(folder):
     with serving(*SMALL, "--socket", "here.sock", cwd=folder) as process:
         assert process.first_line.endswith("kv-pool stats --socket here.sock\n")
