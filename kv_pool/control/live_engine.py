@@ -129,7 +129,7 @@ class PoolEngine:
 class ManagerEngine:
     """Requests of a `KVCacheManager` over a pool with runs.
 
-    Where no block is free for a token, the request that was admitted last gives its blocks up.
+    Where no block is free for a token, another request gives its blocks up: the one that was admitted last.
     """
 
     def __init__(
