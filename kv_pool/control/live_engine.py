@@ -37,15 +37,18 @@ class LiveEngine(Protocol):
         """Count the blocks that a request can take."""
 
     def admit(self, request: ReplayRequest, num_blocks: int) -> tuple[int, list[int]] | None:
-        """Give a request blocks for its tokens: how many are hits, and the ids of the others.
+        """Give a request blocks for its tokens.
 
-        None: there is no room now; nothing has changed.
+        Returns:
+            How many blocks are hits, and the ids of the others; None if there is no room, and nothing has
+            changed.
         """
 
     def grow(self, request: ReplayRequest, num_tokens: int, num_blocks: int) -> list[int] | None:
-        """Add so many blocks for so many more tokens; evicts others where it must. Returns their ids.
+        """Add `num_blocks` blocks, for `num_tokens` more tokens; evict other requests where there is no room.
 
-        None: a migration holds blocks that could be evicted; there is room when it is over.
+        Returns:
+            The ids of these blocks; None while a migration holds the blocks that could be evicted.
         """
 
     def cache(self, request: ReplayRequest, tells_tokens: bool) -> None:

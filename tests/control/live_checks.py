@@ -1,4 +1,4 @@
-"""What the tests of live replays ask of either engine."""
+"""Checks of a live replay that work over a `GPUKVPool` and over a `KVCacheManager`."""
 
 from adapter import made_pool
 
