@@ -100,7 +100,6 @@ def move_blocks(source: PoolSite, target: PoolSite, block_ids: Sequence[int], ta
     room = target.take_room(subject, selection.offered, selection.state)
     new_ids = [block.block_id for block in room.blocks]
     try:
-        target.pool.store_pending()
         moves = [
             BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
         ]

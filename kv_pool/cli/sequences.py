@@ -10,7 +10,7 @@ from kv_pool.cli.console import print_json, print_table
 from kv_pool.cli.control_options import Json, Node, Socket
 from kv_pool.cli.foreign_text import make_cell
 from kv_pool.control.client import ControlClient
-from kv_pool.reports.holds import HoldList
+from kv_pool.reports.holds import HoldList, HoldSummary
 from kv_pool.reports.sequences import SequenceList
 
 
@@ -69,11 +69,17 @@ def _print_holds(found: HoldList) -> None:
         table.add_row(
             f"{hold.num_blocks:,}",
             ", ".join(map(str, hold.block_ids)) + more,
-            "" if hold.age_s is None else f"{hold.age_s:.1f} s",
+            f"{hold.age_s:.1f} s",
             "" if hold.remaining_s is None else f"in {hold.remaining_s:.1f} s",
-            "quarantined" if hold.is_quarantined else "movable" if hold.is_movable else "",
+            _name_kind(hold),
             make_cell(hold.reason),
         )
     print_table(table)
-    if found.num_watched:
-        print(f"{found.num_watched} blocks are watched until their reuse")
+
+
+def _name_kind(hold: HoldSummary) -> str:
+    if hold.is_quarantined:
+        return "quarantined"
+    if not hold.has_references:
+        return "id only"
+    return "movable" if hold.is_movable else ""

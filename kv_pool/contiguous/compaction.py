@@ -83,7 +83,6 @@ def apply_moves(
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if overwritten:
         pool.evict_blocks(overwritten)
-    pool.store_pending()
     relocation = Relocation(pool.epoch + 1, list(moves), pool.num_gpu_blocks)
     copy(moves)
     try:

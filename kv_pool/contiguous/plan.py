@@ -1,4 +1,8 @@
-"""Which blocks to move so that free ids come together. Plans only look; `compaction.apply_moves` acts."""
+"""Which blocks to move so that free ids come together; `compaction.apply_moves` moves them.
+
+Plans change nothing of the pool. Bytes that colder tiers wait for are stored first, since until then the pool
+holds their blocks at their ids.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -44,6 +48,7 @@ class _Map:
 
         if pool.run_index.is_stale:
             pool.rebuild_index()
+        pool.store_pending()
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8).copy()
         fixed = np.zeros(len(ages), dtype=bool)
         fixed[pool.holds.list_fixed_ids()] = True
@@ -176,6 +181,7 @@ def plan_gather(
     target_ids = ids_in(kept, cut(blocks.empty, False))
     if len(target_ids) < len(source_ids) and max_evictions > 0:
         cached_ids = ids_in(kept, cut(blocks.cached & ~blocks.kept, False))
+        pool.store_pending()
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8)[cached_ids]
         oldest = cached_ids[np.argsort(ages, kind="stable")][:max_evictions]
         target_ids = np.concatenate((target_ids, oldest))

@@ -8,7 +8,7 @@ from mypy_extensions import i64
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_typed
-from kv_pool.core.pool_state import NOTHING, UNDO_FREEING, WATCHING, PoolState
+from kv_pool.core.pool_state import NOTHING, UNDO_FREEING, WATCHING, PoolState, ReuseWatcher
 from kv_pool.errors import InvalidBlockError, InvalidTypeError, KVPoolError
 
 
@@ -128,6 +128,7 @@ def unpin_all(
     owner = pool.block_owner
     queue = pool.free_block_queue
     listed: list[KVCacheBlock] = list(as_list("blocks", blocks))
+    watcher = ReuseWatcher(on_reuse, pool.holds.clock())
     first: KVCacheBlock | None = None
     last: KVCacheBlock | None = None
     num_freed: i64 = 0
@@ -155,11 +156,11 @@ def unpin_all(
         is_freed = True
         watchers = pool.reuse_watchers
         for block in listed:
-            watchers[block.block_id] = on_reuse
+            watchers[block.block_id] = watcher
     except BaseException as error:
         pool._unfinished_blocks = listed
         pool._unfinished_count = num_done
-        pool._unfinished_watcher = on_reuse
+        pool._unfinished_watcher = watcher
         pool._unfinished = WATCHING if is_freed else UNDO_FREEING
         pool._recover()
         raise_typed(error, listed, "unpin_blocks()")

@@ -1,4 +1,9 @@
-"""`BlockHolds`: which blocks may not be freed or moved, for what reason, since when and until when."""
+"""`BlockHolds`: which blocks may not be freed or moved, for what reason, since when and until when.
+
+kind         made by               the blocks
+Hold         BlockPool.hold        have a reference of the hold; keep their ids unless it is movable
+PlaceHold    keep_places           have none and may be free; keep their ids
+"""
 
 from collections.abc import Callable, Container, Iterable
 from enum import Enum
@@ -31,17 +36,18 @@ class HoldReport(NamedTuple):
 
     Attributes:
         reason: completes "the block is ...".
-        since, until: times of the pool's clock, in seconds; `until` is None without a deadline, `since` for
-            reuse watchers.
+        since, until: times of the pool's clock, in seconds; `until` is None without a deadline.
         is_movable: compaction may give the block another id meanwhile.
         state: of the hold.
+        has_references: the hold keeps the content; False if it only keeps the block at its id.
     """
 
     reason: str
-    since: float | None
+    since: float
     until: float | None
     is_movable: bool
     state: HoldState
+    has_references: bool
 
 
 class Hold(Ending):
@@ -98,6 +104,10 @@ class Hold(Ending):
     def has_blocks(self) -> bool:
         """Whether the hold has any reference."""
         return len(self._blocks) > 0
+
+    def report(self) -> HoldReport:
+        """Return what the hold says of each of its blocks."""
+        return HoldReport(self.reason, self.since, self.until, self.is_movable, self.state, True)
 
     def contains(self, block: KVCacheBlock) -> bool:
         """Return True if the hold has a reference to the block. O(1)."""
@@ -160,6 +170,34 @@ class Hold(Ending):
         return f"Hold({self.reason!r}, {len(self._blocks)} blocks)"
 
 
+class PlaceHold:
+    """Blocks that keep their ids without a reference: something waits for what happens to them there.
+
+    Free blocks may be taken meanwhile. A reuse watcher and a tier that has still to read the old bytes of a
+    block are such.
+
+    Attributes:
+        reason: completes "the block is ...", as of `Hold`.
+    """
+
+    __slots__ = ("_get_blocks", "reason")
+
+    def __init__(self, reason: str, get_blocks: Callable[[], dict[KVCacheBlock, float]]) -> None:
+        self.reason: str = reason
+        self._get_blocks: Callable[[], dict[KVCacheBlock, float]] = get_blocks
+
+    def get_blocks(self) -> dict[KVCacheBlock, float]:
+        """Return the blocks, and since when each is held, a time of the pool's clock."""
+        return self._get_blocks()
+
+    def report(self, since: float) -> HoldReport:
+        """Return what the hold says of a block that it has had since then."""
+        return HoldReport(self.reason, since, None, False, HoldState.OPEN, False)
+
+    def __repr__(self) -> str:
+        return f"PlaceHold({self.reason!r}, {len(self.get_blocks())} blocks)"
+
+
 class BlockHolds:
     """The holds on one pool's blocks: `BlockPool.holds`.
 
@@ -181,6 +219,7 @@ class BlockHolds:
         self.deadlines: Deadlines = Deadlines()
         self.num_overdue: int = 0
         self._open: dict[Hold, None] = {}
+        self._places: dict[PlaceHold, None] = {}
         # What a call which was interrupted has still to do: references that no hold has yet, and references
         # to drop, with the hold that they are from.
         self._arriving: list[KVCacheBlock] = []
@@ -188,13 +227,34 @@ class BlockHolds:
         self._leaving_from: Hold | None = None
 
     def list_holds(self) -> list[Hold]:
-        """Open and quarantined holds, oldest first."""
+        """Open and quarantined holds with references, oldest first."""
         return list(self._open)
 
+    def list_place_holds(self) -> list[PlaceHold]:
+        """The holds without references, oldest first; most have no blocks most of the time."""
+        return list(self._places)
+
+    def keep_places(self, reason: str, get_blocks: Callable[[], dict[KVCacheBlock, float]]) -> PlaceHold:
+        """Keep blocks at their ids, without a reference to them, until `end_places`.
+
+        Args:
+            reason: completes "the block is ..." in error messages.
+            get_blocks: returns the blocks of the moment, and since when each waits. It must not raise, nor
+                call back into the pool.
+        """
+        places = PlaceHold(reason, get_blocks)
+        self._places[places] = None
+        return places
+
+    def end_places(self, places: PlaceHold) -> None:
+        """End what `keep_places` began; nothing happens if it has ended before."""
+        self._places.pop(places, None)
+
     def list_fixed_ids(self) -> list[int]:
-        """Ids of blocks that may not be moved: held ones, once for each hold, and watched ones. O(these)."""
+        """Ids of blocks that may not be moved, once for each hold that says so. O(these)."""
         ids = [block.block_id for hold in self._open if not hold.is_movable for block in hold._blocks]
-        ids += self.owner().reuse_watchers
+        for places in self._places:
+            ids += [block.block_id for block in places.get_blocks()]
         return ids
 
     def count_references(self) -> dict[KVCacheBlock, int]:
@@ -214,13 +274,11 @@ class BlockHolds:
 
     def explain(self, block: KVCacheBlock) -> list[HoldReport]:
         """See `BlockPool.explain_holds`."""
-        reports = [
-            HoldReport(hold.reason, hold.since, hold.until, hold.is_movable, hold.state)
-            for hold in self._open
-            if hold.contains(block)
-        ]
-        if block.block_id in self.owner().reuse_watchers:
-            reports.append(HoldReport("watched until its reuse", None, None, False, HoldState.OPEN))
+        reports = [hold.report() for hold in self._open if hold.contains(block)]
+        for places in self._places:
+            since = places.get_blocks().get(block)
+            if since is not None:
+                reports.append(places.report(since))
         return reports
 
     def expire(self) -> list[Hold]:

@@ -16,7 +16,7 @@ def swap_ids(pool: PoolState, pairs: list[tuple[int, int]]) -> None:
     """See `BlockPool.swap_block_ids`."""
     if pool._unfinished != NOTHING:
         pool._recover()
-    if pool.holds.list_holds() or pool.reuse_watchers:
+    if pool.holds.list_fixed_ids():
         pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
     old = pool.blocks
     num_blocks = len(old)

@@ -72,10 +72,10 @@ class ColderTiers(Protocol):
         """
 
     def store_pending(self) -> None:
-        """Somebody is about to write to blocks that he has taken, without waiting for the step's own call.
+        """Copy out now what the blocks that were taken still hold; they may be written or moved afterwards.
 
-        Asked for through `BlockPool.store_pending` by who writes, such as a migration or a compaction; the
-        pool's other calls do not. May take as long as copying the blocks.
+        Called through `BlockPool.store_pending`, by a migration before it writes, by a compaction before it
+        plans. May take as long as copying the blocks.
         """
 
     def on_cache_reset(self) -> None:

@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 from mypy_extensions import i32, i64, mypyc_attr
@@ -32,6 +33,13 @@ SWAPPING_IDS: Final = 15
 CLEARING_LINKS_OF_TAKEN: Final = 16
 UNDO_TAKING_LISTED: Final = 17
 WATCHING: Final = 18
+
+
+class ReuseWatcher(NamedTuple):
+    """Called with a block before it is taken again; `since` is a time of the pool's clock."""
+
+    on_reuse: Callable[[KVCacheBlock], None]
+    since: float
 
 
 class IdSwap:
@@ -118,8 +126,9 @@ class PoolState:
         self.num_gpu_blocks: int = len(blocks)
         self.enable_caching: bool = enable_caching
         self.free_block_queue: FreeKVCacheBlockQueue = FreeKVCacheBlockQueue(blocks)
-        self.reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self.reuse_watchers: dict[int, ReuseWatcher] = {}
         self.holds: BlockHolds = BlockHolds(self.block_owner, clock)
+        self.holds.keep_places("watched until its reuse", partial(find_watched, self.block_owner))
         self.eviction_order: EvictionOrder = EvictionOrder(self.free_block_queue)
         self._placement: Placement | None = None
         self._unfinished_count: i64 = 0
@@ -127,7 +136,7 @@ class PoolState:
         # Ends of bands behind which taken blocks were, and how many were taken before each.
         self._unfinished_ends: list[tuple[int, KVCacheBlock]] = []
         self._unfinished_swap: IdSwap | None = None
-        self._unfinished_watcher: Callable[[KVCacheBlock], None] | None = None
+        self._unfinished_watcher: ReuseWatcher | None = None
         self.epoch: int = 0
         self.null_block: KVCacheBlock = self.free_block_queue.popleft()
         self.null_block.is_null = True
@@ -144,6 +153,21 @@ class PoolState:
     def _recover(self) -> None:
         """Finish or undo what an interrupted call left; may itself be interrupted and called again."""
         raise NotImplementedError
+
+
+def find_watched(owner: Any) -> dict[KVCacheBlock, float]:
+    """Return the blocks whose reuse is watched, and since when.
+
+    Args:
+        owner: the weak reference to the pool that its blocks share.
+    """
+    pool: PoolState = owner()
+    blocks = pool.blocks
+    return {
+        blocks[block_id]: watcher.since
+        for block_id, watcher in pool.reuse_watchers.items()
+        if block_id < len(blocks)
+    }
 
 
 def finish(pool: PoolState) -> None:

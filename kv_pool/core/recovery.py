@@ -81,10 +81,10 @@ def recover(pool: PoolState) -> None:
                 block.ref_cnt += 1
             pool._unfinished_count -= 1
     elif todo == WATCHING:
-        on_reuse = pool._unfinished_watcher
-        assert on_reuse is not None
+        watcher = pool._unfinished_watcher
+        assert watcher is not None
         for block in blocks:
-            pool.reuse_watchers[block.block_id] = on_reuse
+            pool.reuse_watchers[block.block_id] = watcher
     elif todo == RESETTING:
         if pool.colder_tiers is not None:
             pool.colder_tiers.on_cache_reset()

@@ -259,7 +259,7 @@ def tell_watchers_of(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
 def tell_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     """Call the reuse watchers of these blocks, in order, and forget them."""
     for block in blocks:
-        on_reuse = pool.reuse_watchers.get(block.block_id)
-        if on_reuse is not None:
+        watcher = pool.reuse_watchers.get(block.block_id)
+        if watcher is not None:
             del pool.reuse_watchers[block.block_id]
-            on_reuse(block)
+            watcher.on_reuse(block)

@@ -101,19 +101,17 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
         for position in state._needs.list_shared(table, group, step.num_computed, num_blocks):
             shared = table.blocks[position]
             is_copied = position * group.block_size < step.num_computed
-            source = state.copies.find_source(shared) if is_copied else shared
             pool.take_onto(state._taken, 1)
-            if source is not shared:
-                # It is not written yet itself: what it will hold is elsewhere.
-                pool.touch_onto([source], state._taken)
             own = state._taken[0]
-            if is_copied:
-                state.copies.add(source, own)
             nothing: list[KVCacheBlock] = []
-            state._leaving = [] if is_copied and source is shared else [shared]
+            leaving = [shared]
+            if is_copied:
+                # Where `shared` is not written yet itself, what it will hold is in its source.
+                state.copies.add(state.copies.find_source(shared), own)
+            # No call until the table has the block.
+            state._leaving = leaving
             table.blocks[position] = own
             table.num_edits += 1
             state._taken = nothing
-            if state._leaving:
-                pool.free_out_of(state._leaving)
+            pool.free_out_of(leaving)
         table.is_forked = False

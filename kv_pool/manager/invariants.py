@@ -2,13 +2,13 @@
 
 Tables and copies
     T1  an entry of a table is the null block, or a block of this pool that is in use
-    T2  b.ref_cnt == |entries that are b| + |pending copies that read b| + |holds of b| + |others|
+    T2  b.ref_cnt == |entries that are b| + |holds of b| + |others|
     T3  a table has entries for at least all computed tokens; an encoder-only one has none
     T4  what the next token attends to has blocks;  windows: the first num_null_blocks entries are null and
         no other is
     T5  num_cached_blocks <= |entries|;  a block at position i that carries a hash carries that of the
         request's first (i + 1) * block_size tokens, in this group
-    T6  a pending copy's target is in a table, and no source is a target
+    T6  a pending copy's target is in a table, its source is held, and no source is a target
     T7  who has tables is a request that somebody knows of
     T8  what a step is about to write is no null block, has one writer, and is findable only as what will be
         there;  who else has it in a table found it so, and begins after it; of a state nobody else has it
@@ -72,6 +72,7 @@ def check_manager(
         if request_id not in by_id:
             raise CorruptedPoolError(f"T7: request {request_id!r} has blocks and nobody knows of it")
     check_references(manager, held_elsewhere)
+    check_copies(manager)
     for request_id in manager.list_request_ids():
         for group_id, spec in enumerate(manager.groups):
             table = manager.get_table(request_id, group_id)
@@ -81,7 +82,7 @@ def check_manager(
 
 
 def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBlock] = ()) -> None:
-    """T1, T2, T6. O(number of blocks + entries of all tables)."""
+    """T1, T2. O(number of blocks + entries of all tables)."""
     pool = manager.block_pool
     num_holders: Counter[int] = Counter()
     for request_id in manager.list_request_ids():
@@ -95,14 +96,6 @@ def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBl
                 if block.ref_cnt < 1:
                     raise CorruptedPoolError(f"T1: {where} is block {block.block_id}, which is free")
                 num_holders[block.block_id] += 1
-    in_tables = set(num_holders)
-    copies = manager.copies._source_of
-    for target, source in copies.items():
-        if target.block_id not in in_tables:
-            raise CorruptedPoolError(f"T6: block {target.block_id} is to be copied to, and in no table")
-        if source in copies:
-            raise CorruptedPoolError(f"T6: block {source.block_id} is to be copied from and to")
-        num_holders[source.block_id] += 1
     num_holders.update(block.block_id for block in held_elsewhere)
     for block, num_holds in pool.holds.count_references().items():
         num_holders[block.block_id] += num_holds
@@ -112,6 +105,24 @@ def check_references(manager: KVCacheManager, held_elsewhere: Iterable[KVCacheBl
                 f"T2: block {block.block_id} has ref_cnt {block.ref_cnt} and "
                 f"{num_holders[block.block_id]} holders"
             )
+
+
+def check_copies(manager: KVCacheManager) -> None:
+    """T6. O(entries of all tables)."""
+    tables = [
+        manager.get_table(request_id, group_id).blocks
+        for request_id in manager.list_request_ids()
+        for group_id in range(len(manager.groups))
+    ]
+    in_tables = {block for blocks in tables for block in blocks}
+    copies = manager.copies._source_of
+    for target, source in copies.items():
+        if target not in in_tables:
+            raise CorruptedPoolError(f"T6: block {target.block_id} is to be copied to, and in no table")
+        if source in copies:
+            raise CorruptedPoolError(f"T6: block {source.block_id} is to be copied from and to")
+        if not manager.copies.is_source(source):
+            raise CorruptedPoolError(f"T6: block {source.block_id} is to be copied, and not held")
 
 
 def check_coverage(table: BlockTable, spec: KVCacheSpec, num_computed: int, where: str) -> None:

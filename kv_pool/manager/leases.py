@@ -165,8 +165,8 @@ class BlockLeases:
 
         Args:
             blocks: distinct ones of this pool. To read: cached or in use, free ones included. To write: in
-                use by one holder, without a hash, and not lent to anybody. A block that is being written is
-                lent to nobody else.
+                use by one holder, without a hash, and not lent to anybody; colder tiers have what was in
+                them when this returns. A block that is being written is lent to nobody else.
         Raises:
             InvalidArgumentError: no blocks, or a deadline that has passed.
             InvalidBlockError: a block that is not as said above. In both cases nothing has changed.
@@ -188,6 +188,8 @@ class BlockLeases:
         for block in listed:
             self._check_block(block, holder, kind)
         is_written = kind is LeaseKind.WRITE
+        if is_written:
+            self.block_pool.store_pending()
         holds: list[Hold] = []
         self._opening = holds
         try:

@@ -155,7 +155,7 @@ class SlotNeeds:
         shared: list[int] = []
         for position in range(first, len(blocks)):
             block = blocks[position]
-            if block.ref_cnt > 1 and block.ref_cnt - self._copies.count_targets(block) > 1:
+            if block.ref_cnt > 2 or (block.ref_cnt == 2 and not self._copies.is_source(block)):
                 shared.append(position)
         return shared
 

@@ -188,6 +188,8 @@ class PoolSite:
     def take_room(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Room:
         """Take a block for each that is offered; one whose content is here already is touched instead.
 
+        On return the missing blocks may be written: colder tiers have what was in them.
+
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.
             InvalidArgumentError: the subject cannot come here, such as a sequence whose id is in use.
@@ -216,6 +218,7 @@ class PoolSite:
         ]
         try:
             blocks = self._claim_blocks(found, references, holds)
+            self.pool.store_pending()  # the missing ones will be written
             for sequence_id in sequence_ids:
                 self.sequences.barred[sequence_id] = _ARRIVING
             room = Room(subject, offered, blocks, missing, holds[0], sequence_ids, decoded, arriving)

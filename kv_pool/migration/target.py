@@ -183,7 +183,6 @@ class Pull:
         with site.lock:
             room = site.take_room(self.subject, offer.blocks, offer.state)
             try:
-                site.leases.block_pool.store_pending()
                 if room.missing:
                     self.lease = site.leases.lend(
                         [room.blocks[position] for position in room.missing],

@@ -65,7 +65,7 @@ def check_cache(tiered_cache: TieredCache) -> None:
     if tiered_cache.block_pool.colder_tiers is not tiered_cache:
         raise CorruptedPoolError("X5: the pool tells other tiers than these")
     blocks = tiered_cache.block_pool.blocks
-    for block, _ in tiered_cache._pending.values():
+    for block in tiered_cache._pending.values():
         if blocks[block.block_id] is not block:
             raise CorruptedPoolError(f"X5: block {block.block_id}, which is pending, is not one of the pool")
     twice = tiered_cache._unwritten.keys() & tiered_cache._written.keys()

@@ -38,8 +38,12 @@ class TierStore:
         # Of each group, learned from what is cached; only full blocks are stored.
         self._block_size_of: dict[bytes, int] = {}
         self._has_partial = False
-        # Taken anew, with their old bytes still: key -> block, and the id under which it has them.
-        self._pending: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
+        # Taken anew, with their old bytes still, and since when there are any.
+        self._pending: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        self._pending_since = 0.0
+        self._pending_places = block_pool.holds.keep_places(
+            "still to be stored in a colder tier", self._find_pending
+        )
         # To be written through: cached, written by the step to come; and written since.
         self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
         self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
@@ -61,6 +65,9 @@ class TierStore:
         self._changing: tuple[Tier, Sequence[BlockHashWithGroupId], bool] | None = None
         self._wrong: list[BlockHashWithGroupId] = []
         self._is_resetting = False
+
+    def _find_pending(self) -> dict[KVCacheBlock, float]:
+        return dict.fromkeys(self._pending.values(), self._pending_since)
 
     def _recover(self) -> None:
         """Complete what an exception interrupted; may itself be interrupted and called again."""

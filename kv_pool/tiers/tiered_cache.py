@@ -52,8 +52,8 @@ class TieredCache(TierStore):
 
     **What has to be called.** `flush()` once per step, after its slots were allocated and before the step
     writes: until then the blocks that were taken still hold their old bytes, and this is where they are
-    copied out. `store_pending()` before anything else overwrites blocks that it has taken, or moves them;
-    compactions, swappers and migrations do that themselves. Without bytes both do nothing.
+    copied out, and the pool's holds keep them at their ids. `store_pending()` before anything else overwrites
+    blocks that it has taken; swappers and migrations do that themselves. Without bytes both do nothing.
 
     What is stored are full blocks, by the key under which requests look for them. Partial blocks
     (`cache_partial_block`) are not, nor keys beyond a block's first: whoever hits those has the full block's
@@ -68,7 +68,7 @@ class TieredCache(TierStore):
 
     Attributes:
         num_dropped: blocks that the pool took anew and no tier got: there was no room that nobody holds, or
-            they could not be read from the device, or had been moved before `store_pending` was called.
+            they could not be read from the device.
     """
 
     def __init__(
@@ -200,8 +200,10 @@ class TieredCache(TierStore):
                 if key in self._unwritten and self._unwritten[key][0] is block:
                     del self._unwritten[key]
                     continue  # taken back before the step that was to write it
+            if not self._pending:
+                self._pending_since = self.block_pool.holds.clock()
             self._pending.pop(key, None)  # of two copies the one used last says when it was used
-            self._pending[key] = (block, block.block_id)
+            self._pending[key] = block
 
     def on_content_invalidated(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """See `ColderTiers`. What a disk does not take is raised by the next `flush`."""
@@ -260,19 +262,13 @@ class TieredCache(TierStore):
     def store_pending(self) -> None:
         """Copy out the blocks that were taken anew and hold their old bytes still.
 
-        For whoever is about to overwrite or move blocks other than by a step; can be called at any time.
+        For whoever is about to overwrite blocks other than by a step; can be called at any time.
         """
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
         try:
-            unmoved = [
-                (key, block_id) for key, (block, block_id) in pending.items() if block.block_id == block_id
-            ]
-            # The caller has moved blocks before this call: their bytes may be lost, so they are dropped.
-            num_moved = len(pending) - len(unmoved)
-            self.num_dropped += num_moved
-            self._copy_out(unmoved)
+            self._copy_out([(key, block.block_id) for key, block in pending.items()])
         except BaseException:
             # Not tried again: by then the blocks may have been written.
             self.num_dropped += sum(key not in self for key in pending)
@@ -300,6 +296,7 @@ class TieredCache(TierStore):
         """Leave the pool alone, and close the tiers. What is pending is not stored: `flush` before."""
         if self.block_pool.colder_tiers is self:
             self.block_pool.colder_tiers = None
+        self.block_pool.holds.end_places(self._pending_places)
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:

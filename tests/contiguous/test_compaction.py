@@ -15,6 +15,7 @@ from kv_pool import (
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.compaction import apply_moves, gather, pack, shrink, take_run
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.pool_state import ReuseWatcher
 from kv_pool.ids import BlockMove
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 
@@ -191,7 +192,7 @@ def test_c5_to_c8_damage_after_a_move_is_noticed(damage, broken):
     pool, engine = make_engine(enable_kv_cache_events=True)
     cache(pool, pool.blocks[7], 4)  # a second copy of what block 4 holds
     pool.cache_partial_block(make_request([b"more"]), pool.blocks[4], 4, 0, 4)
-    pool.reuse_watchers[6] = print
+    pool.reuse_watchers[6] = ReuseWatcher(print, 0.0)
     before = invariants.Snapshot(pool)
     relocation = apply_moves(pool, moves((4, 2), (3, 8)), engine.copy)
     invariants.check_relocation(before, pool, relocation)

@@ -10,6 +10,7 @@ from drawing import blocks, cache, hash_of, ids, state
 from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, KVCacheBlock, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.pool_state import ReuseWatcher
 
 # ---- runs on request -----------------------------------------------------------------------------
 
@@ -289,7 +290,7 @@ def test_a_pool_grows_by_free_blocks_that_are_next():
 def test_a_pool_shrinks_by_free_blocks_that_are_evicted():
     pool = make_run_pool("free: 1* 4* 3 | in use: 2", enable_kv_cache_events=True)
     told = []
-    pool.reuse_watchers[3] = told.append
+    pool.reuse_watchers[3] = ReuseWatcher(told.append, 0.0)
     removed = pool.blocks[3]
     pool.shrink(2)
     assert state(pool) == "free: 1* | in use: 2"

@@ -261,7 +261,10 @@ class PoolSide(Side):
         queue = pool.free_block_queue
         cache = pool.cached_block_hash_to_block
         is_ours = hasattr(pool, "reuse_watchers")
-        watchers = pool.reuse_watchers if is_ours else pool._reuse_watchers
+        if is_ours:
+            watchers = {block_id: one.on_reuse for block_id, one in pool.reuse_watchers.items()}
+        else:
+            watchers = pool._reuse_watchers
         return {
             "queue": self.name(queue.get_all_free_blocks()),
             "queue from behind": self.name(walk_back(queue)),

@@ -12,6 +12,7 @@ from kv_pool.contiguous.plan import plan_clear_run
 from kv_pool.contiguous.run_index import EMPTY, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
+from kv_pool.core.pool_state import ReuseWatcher
 
 
 def make_ordered(pool_type=BlockPool):
@@ -252,7 +253,7 @@ def test_blocks_whose_watcher_raises_are_at_the_front():
     def refuse(block):
         raise KeyError(block.block_id)
 
-    pool.reuse_watchers[4] = refuse
+    pool.reuse_watchers[4] = ReuseWatcher(refuse, 0.0)
     with pytest.raises(KeyError):
         pool.get_new_blocks(4)
     assert ids(pool.free_block_queue.get_all_free_blocks()) == [9, 2, 4, 1, 3, 5]

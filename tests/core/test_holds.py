@@ -259,7 +259,9 @@ def test_a_hold_that_is_quarantined_late_keeps_its_references_until_it_is_releas
     assert pool.holds.num_overdue == 1
     with pytest.raises(InvalidArgumentError, match="cannot be extended"):
         hold.extend(50)
-    assert pool.explain_holds(4) == [HoldReport("written by node b", 10, None, False, HoldState.QUARANTINED)]
+    assert pool.explain_holds(4) == [
+        HoldReport("written by node b", 10, None, False, HoldState.QUARANTINED, True)
+    ]
     assert pool.holds.list_fixed_ids() == [4]
     hold.release()
     assert (state(pool), hold.state) == (PICTURE, HoldState.RELEASED)
@@ -304,12 +306,14 @@ def test_the_pool_explains_who_holds_a_block_and_since_when():
     clock.now = 11
     pool.hold(blocks(pool, 4), "a frozen table", movable=True)
     assert pool.explain_holds(4) == [
-        HoldReport("sent to node b", 10, 12, False, HoldState.OPEN),
-        HoldReport("a frozen table", 11, None, True, HoldState.OPEN),
+        HoldReport("sent to node b", 10, 12, False, HoldState.OPEN, True),
+        HoldReport("a frozen table", 11, None, True, HoldState.OPEN, True),
     ]
     assert pool.explain_holds(5) == pool.explain_holds(0) == []
     pool.unpin_blocks(blocks(pool, 5), print)
-    assert pool.explain_holds(5) == [HoldReport("watched until its reuse", None, None, False, HoldState.OPEN)]
+    assert pool.explain_holds(5) == [
+        HoldReport("watched until its reuse", 11, None, False, HoldState.OPEN, False)
+    ]
     for wrong in (-1, 6):
         with pytest.raises(InvalidBlockError, match=f"Invalid block_id {wrong}: this pool has blocks 0..5"):
             pool.explain_holds(wrong)

@@ -10,6 +10,7 @@ from kv_pool import AllBlocksCleared, BlockPool, BlockRemoved, KVCacheMetricsCol
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
+from kv_pool.core.pool_state import ReuseWatcher
 
 PICTURE = "free: 3 4 1* 2* 7 9* | in use: 5 6*x2 8* 10x3 11"
 
@@ -97,7 +98,8 @@ def make(kind, watched=False, pools=POOLS):
     pool = make_pool(PICTURE, pool_class, **options)
     if watched:
         pool.get_new_blocks(0)
-        pool.reuse_watchers = {3: ignore_reuse, 2: ignore_reuse, 7: ignore_reuse}
+        watcher = ReuseWatcher(ignore_reuse, 0.0)
+        pool.reuse_watchers = {3: watcher, 2: watcher, 7: watcher}
     # One partial hash that can be promoted, a block with three keys, a key with two blocks.
     pool._insert_block_hash(hash_of(30) + GROUP, pool.blocks[11], 2)
     for number in (50, 51, 1):

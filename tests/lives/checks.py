@@ -50,6 +50,7 @@ def list_held(node, movings):
     blocks += list_frozen(node, movings)
     if hasattr(node, "manager"):
         blocks += list_planned(node)
+        blocks += set(node.manager.copies._source_of.values())
         blocks += node.retention._placed.held.blocks
     else:
         blocks += [node.pool.blocks[block_id] for block_id in node.list_pinned()]
@@ -159,9 +160,9 @@ def check_cached(node, side):
 def check_tiers(node):
     """Check the bytes in tiers, and of pending blocks; a disk is read in one step of twenty."""
     cache, promised = node.cache, node.world.promised
-    for key, (block, block_id) in cache._pending.items():
-        if block.block_id == block_id and not np.array_equal(node.device.kv[block_id], promised[key]):
-            raise AssertionError(f"{node.name}: block {block_id} was overwritten before a tier had it")
+    for key, block in cache._pending.items():
+        if not np.array_equal(node.device.kv[block.block_id], promised[key]):
+            raise AssertionError(f"{node.name}: {block!r} was overwritten before a tier had it")
     for level, tier in enumerate(cache.tiers):
         if level and not node.world.chance(0.05):
             continue

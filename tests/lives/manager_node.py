@@ -10,7 +10,7 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.invariants import check_writes
+from kv_pool.manager.invariants import check_copies, check_writes
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.migration.manager_sequences import ManagerSequences
@@ -110,6 +110,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         counts = {sequence.name: num_new for sequence, num_new, _ in scheduled}
         here = [*self.running, *self.loading]
         check_writes(self.manager, [(one.request, counts.get(one.name, 0)) for one in here])
+        check_copies(self.manager)
         self.cache.flush()
         moves = self.manager.take_block_copies()
         self.world.tally["copied on write"] += len(moves)

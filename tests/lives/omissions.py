@@ -248,7 +248,7 @@ def store_nothing(original):
 def free_copied(original):
     def add(copies, source, target):
         original(copies, source, target)
-        copies._pool.free_blocks([source])
+        copies._holds[0].remove([source])
 
     return add
 

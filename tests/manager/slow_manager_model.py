@@ -156,11 +156,8 @@ def expect_allocation(
             if is_state:
                 first_written = max(first_written, wanted - 1)
             # Who holds a block alone, but for copies that are made of it before the step, may write to it.
-            copied = list(manager.copies._source_of.values())
-            num_copied = sum(
-                block.ref_cnt - sum(source is block for source in copied) > 1
-                for block in blocks[first_written:]
-            )
+            copied = set(manager.copies._source_of.values())
+            num_copied = sum(block.ref_cnt - (block in copied) > 1 for block in blocks[first_written:])
         num_taken += num_new_blocks + num_copied + num_free_hits
         num_held += len(kept) + num_new_blocks
         num_full += max(0, most - len(blocks)) + num_free_hits

@@ -109,6 +109,10 @@ def cache_under_another_group(manager):
     pool.cache_full_blocks(make_request("x", range(100, 104)), table_of(manager, "c").blocks, 0, 1, 4, 1)
 
 
+def release_the_source_of_a_copy(manager):
+    manager.copies._holds[0].remove([manager.block_pool.blocks[3]])
+
+
 def copy_to_nowhere(manager):
     manager.copies._source_of[manager.block_pool.blocks[20]] = manager.block_pool.blocks[3]
 
@@ -126,6 +130,7 @@ def copy_from_a_target(manager):
         ("T2", forget_a_touch),
         ("T2", leak_a_block),
         ("T2", forget_the_source_of_a_copy),
+        ("T6", release_the_source_of_a_copy),
         ("T3", lose_the_last_block),
         ("T3", keep_what_nobody_keeps),
         ("T4", give_up_a_block_that_is_read),
