@@ -340,10 +340,6 @@ class BlockHolds:
             raise
         return hold
 
-    def open_onto(self, blocks: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
-        """As `BlockPool.hold`; the hold is appended to `onto` in the same step."""
-        return self.open(blocks, reason, onto=onto)
-
     def adopt(self, references: list[KVCacheBlock], reason: str, onto: list[Hold]) -> Hold:
         """Open a hold that takes over references to distinct blocks; `references` is empty then."""
         self.settle()

@@ -50,7 +50,7 @@ class Bench:
         check_pool(pool)
         new = [hold for hold in pool.holds.list_holds() if hold not in self.known]
         # Between the return of compiled code and its caller is a moment at which a result is lost;
-        # `open_onto` is for callers that must not lose it.
+        # `onto` is for callers that must not lose it.
         assert not new or (COMPILED and [(hold.reason, len(hold.blocks)) for hold in new] in RESULTS)
         self.known += new
         references = Counter(self.table)
@@ -94,7 +94,7 @@ def hold_nothing(bench):
 
 
 def hold_for_a_list(bench):
-    bench.pool.holds.open_onto(blocks(bench.pool, 9, 1, 7), "new", bench.known)
+    bench.pool.holds.open(blocks(bench.pool, 9, 1, 7), "new", onto=bench.known)
 
 
 CALLS = {

@@ -290,10 +290,10 @@ def test_a_hold_adopts_references_and_hands_them_over():
 
 def test_a_hold_is_listed_with_its_opener_in_the_same_step():
     pool, opened = make_pool(PICTURE), []
-    hold = pool.holds.open_onto(blocks(pool, 4), "sent", opened)
+    hold = pool.holds.open(blocks(pool, 4), "sent", onto=opened)
     assert opened == [hold]
     with pytest.raises(InvalidBlockError):
-        pool.holds.open_onto(blocks(pool, 3), "sent", opened)
+        pool.holds.open(blocks(pool, 3), "sent", onto=opened)
     assert opened == pool.holds.list_holds() == [hold]
 
 
