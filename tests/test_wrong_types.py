@@ -20,6 +20,7 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.control import ControlledManager
 from kv_pool.core.eviction_order import Placement
 from kv_pool.core.invariants import check
 from kv_pool.manager.batch_block_table import BatchBlockTable
@@ -49,6 +50,11 @@ class Things:
         self.slots = SlotMapping(self.batch, 16)
         self.adapter = GPUKVPool(20, 4)
         self.adapter.allocate(BlockAllocationRequest(3, 1))
+        self.scattered = KVCacheManager(RunBlockPool(12, True, 4))
+        spare = self.scattered.take_blocks(2)
+        self.scattered.allocate_slots(Request("behind", range(8), HASHER), 8)
+        self.scattered.free_blocks(spare)
+        self.controlled = ControlledManager(self.scattered, copy=list, on_moved=list)
 
     def draw(self):
         """Everything that a call could have changed."""
@@ -73,6 +79,7 @@ class Things:
             self.slots.slots.tolist(),
             [(one, self.adapter.blocks_of(one)) for one in self.adapter.list_sequences()],
             self.adapter.num_pinned_blocks,
+            self.scattered.get_block_ids("behind"),
         ]
 
     def list_calls(self):
@@ -219,6 +226,10 @@ class Things:
                 },
             ),
             (self.new, {"append_output_token_ids": {"token_ids": [1]}}),
+            (
+                self.controlled,
+                {"defragment": {"max_evictions": 0, "max_moves": 3, "goal": 0.5}},
+            ),
             (
                 self.adapter,
                 {

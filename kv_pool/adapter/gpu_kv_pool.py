@@ -22,7 +22,7 @@ from kv_pool.adapter.victims import EvictionPolicy, Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_number, check_type
+from kv_pool.core.arguments import as_int, as_ints, as_list, as_list_of, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
@@ -547,12 +547,14 @@ class GPUKVPool(KVPoolProtocol):
 
     def get_free_blocks(self) -> int:
         """How many blocks are free, the reserve included; cached ones that nobody holds count."""
+        self._expire_claims()
         return self.block_pool.get_num_free_blocks()
 
     def count_available(self, priority: int) -> int:
         """How many blocks a request of this priority could have; below 0 where the reserve is in use."""
         if type(priority) is not int:
             check_priority(priority)
+        self._expire_claims()
         num_free = self.block_pool.free_block_queue.num_free_blocks
         return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
@@ -571,8 +573,7 @@ class GPUKVPool(KVPoolProtocol):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
-            if self.holdings.retention is not None:
-                self.holdings.retention.expire()
+            self._expire_claims()
             known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
             return msgspec.structs.replace(
                 known,
@@ -653,32 +654,16 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
-        max_evictions = as_int("max_evictions", max_evictions)
-        if max_moves is not None:
-            max_moves = as_int("max_moves", max_moves)
-        if goal is not None:
-            check_number("goal", goal)
         with self.lock, self._aborting:
-            num_moved = self._num_moved_blocks
-            if goal is None:
-                compaction.pack(
-                    self.block_pool,
-                    self._copy_moves,
-                    max_moves=max_moves,
-                    max_evictions=max_evictions,
-                    on_moved=self._on_moved,
-                )
-            else:
-                compaction.gather(
-                    self.block_pool,
-                    self._copy_moves,
-                    run_length=self.run_length,
-                    goal=goal,
-                    max_moves=max_moves,
-                    max_evictions=max_evictions,
-                    on_moved=self._on_moved,
-                )
-            return self._num_moved_blocks - num_moved
+            return compaction.compact(
+                self.block_pool,
+                self._copy_moves,
+                run_length=self.run_length,
+                goal=goal,
+                max_moves=max_moves,
+                max_evictions=max_evictions,
+                on_moved=self._on_moved,
+            )
 
     def grow(self, num_blocks: int) -> None:
         """Add `num_blocks` free, empty blocks with the highest ids. O(blocks of the pool).
@@ -914,6 +899,12 @@ class GPUKVPool(KVPoolProtocol):
             self._abort(error)
             raise
         return taken
+
+    def _expire_claims(self) -> None:
+        """Let pins of a retention end that are overdue: their blocks are free."""
+        if self.holdings.retention is not None:
+            with self.lock:
+                self.holdings.retention.expire()
 
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self.storage is not None:

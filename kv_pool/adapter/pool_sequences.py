@@ -59,10 +59,14 @@ class PoolSequences:
         self.gpu_pool = pool
         self.pool = pool.block_pool
         self.storage = pool.storage
-        self.lock = pool.lock
         self.block_size = pool.block_size
         self.barred = pool.holdings.barred
         self._holdings = pool.holdings
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """The pool's lock of the moment: another one while an interrupted call is to be completed."""
+        return self.gpu_pool.lock
 
     # ---- looking ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.arguments import as_int, check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockMove
 
@@ -148,6 +149,42 @@ def gather(
         max_evictions=max_evictions,
     )
     return apply_moves(pool, moves, copy, on_moved=on_moved)
+
+
+def compact(
+    pool: RunBlockPool,
+    copy: CopyBlocks,
+    *,
+    run_length: int = DEFAULT_RUN_LENGTH,
+    goal: float | None = None,
+    max_moves: int | None = None,
+    max_evictions: int = 0,
+    on_moved: Callable[[Relocation], object] | None = None,
+) -> int:
+    """`gather` to a goal, or `pack` without one.
+
+    Returns:
+        How many blocks changed their id.
+    Raises:
+        As these. Rounds before a failure have happened.
+    """
+    max_evictions = as_int("max_evictions", max_evictions)
+    if max_moves is not None:
+        max_moves = as_int("max_moves", max_moves)
+    if goal is None:
+        rounds = pack(pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=on_moved)
+        return sum(len(relocation.moves) for relocation in rounds)
+    check_number("goal", goal)
+    relocation = gather(
+        pool,
+        copy,
+        run_length=run_length,
+        goal=goal,
+        max_moves=max_moves,
+        max_evictions=max_evictions,
+        on_moved=on_moved,
+    )
+    return len(relocation.moves)
 
 
 def take_run(

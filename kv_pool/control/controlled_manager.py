@@ -11,6 +11,7 @@ import msgspec
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import ControlError
@@ -67,11 +68,12 @@ class ControlledManager:
         run_length: int = DEFAULT_RUN_LENGTH,
         device_id: int = 0,
     ) -> None:
+        check_type("manager", manager, KVCacheManager)
         self.manager = manager
         self.block_pool: BlockPoolCore = manager.block_pool
         self.lock: AbstractContextManager[object] = threading.RLock() if lock is None else lock
-        self.run_length = run_length
-        self.device_id = device_id
+        self.run_length = as_int("run_length", run_length)
+        self.device_id = as_int("device_id", device_id)
         self._storage = storage
         self._copy = storage.apply_moves if copy is None and storage is not None else copy
         self._on_moved = on_moved
@@ -165,22 +167,15 @@ class ControlledManager:
             on_moved(relocation)
 
         with self.lock:
-            num_before = self._num_moved_blocks
-            if goal is None:
-                compaction.pack(
-                    pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=note_moved
-                )
-            else:
-                compaction.gather(
-                    pool,
-                    copy,
-                    run_length=self.run_length,
-                    goal=goal,
-                    max_moves=max_moves,
-                    max_evictions=max_evictions,
-                    on_moved=note_moved,
-                )
-            return self._num_moved_blocks - num_before
+            return compaction.compact(
+                pool,
+                copy,
+                run_length=self.run_length,
+                goal=goal,
+                max_moves=max_moves,
+                max_evictions=max_evictions,
+                on_moved=note_moved,
+            )
 
     # ---- inside ----------------------------------------------------------------------------------
 

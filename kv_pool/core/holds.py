@@ -160,7 +160,8 @@ class Hold(Ending):
         return self
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        self.release()
+        if not self.is_released:  # it may have expired
+            self.release()
 
     def _check_open(self) -> None:
         if self not in self._book._open:

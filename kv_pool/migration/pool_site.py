@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,7 +85,6 @@ class PoolSite:
     Attributes:
         storage, layout: the bytes of the blocks, and what they mean.
         leases: of this pool.
-        lock: held by every user of the pool, such as an engine during its step; reentrant.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class PoolSite:
         self.sequences = sequences
         self.pool = sequences.pool
         self.storage = sequences.storage
-        self.lock = sequences.lock
         self.layout = BlockLayout.describe(
             sequences.storage,
             sequences.block_size,
@@ -116,6 +115,11 @@ class PoolSite:
         self._frozen: dict[Subject, _Departure] = {}
         # What is left to do to complete or undo a call: `_recover` does it, whatever interrupts that.
         self._unfinished: list[Callable[[], object]] = []
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held by every user of the pool, such as an engine during its step; reentrant."""
+        return self.sequences.lock
 
     # ---- the source ------------------------------------------------------------------------------
 

@@ -25,13 +25,16 @@ class Sequences(Protocol):
     """
 
     storage: BlockStorage
-    lock: AbstractContextManager[object]
     block_size: int
     barred: dict[Any, str]
 
     @property
     def pool(self) -> BlockPoolCore:
         """The pool of the blocks."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held by every user of the pool, such as an engine during its step; reentrant."""
 
     # ---- looking ---------------------------------------------------------------------------------
 

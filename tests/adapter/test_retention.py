@@ -123,3 +123,15 @@ def test_kept_blocks_count_as_free_and_cached():
     assert (pool.get_layout().num_free, pool.list_victims(1), pool.evict(1)) == (8, [], [])
     take(pool, 2, 4)
     assert count_hits(pool, request) == 4
+
+
+def test_pins_that_have_ended_are_counted_as_free():
+    clock = SetClock()
+    pool = make(8, max_pinned_blocks=4, clock=clock)
+    pool.retention.set_directives("1", [RetentionDirective(0, 16, pin=True, duration_s=5.0)])
+    start(pool, 1, 4)
+    pool.free_sequence(1)
+    assert (pool.get_free_blocks(), pool.count_available(0)) == (4, 4)
+    clock.now = 6.0
+    assert (pool.get_free_blocks(), pool.count_available(0)) == (8, 8)
+    check(pool)

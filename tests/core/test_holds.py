@@ -176,9 +176,10 @@ def test_a_hold_ends_once():
     pool, clock = make_timed_pool()
     with pool.hold(blocks(pool, 4), "copied") as hold:
         assert not hold.is_released
-    expired = pool.hold(blocks(pool, 4), "copied", until=11)
-    clock.now = 12
-    pool.expire_holds()
+    with pool.hold(blocks(pool, 4), "copied", until=11) as expired:
+        clock.now = 12
+        pool.expire_holds()
+    assert expired.state is HoldState.EXPIRED
     for ended in (hold, expired):
         before = list_states(pool)
         for call in (

@@ -240,26 +240,14 @@ class PagedSequences:
             InvalidArgumentError: the pool is no `RunBlockPool`.
             CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
         """
-        pool = self._get_run_pool()
-        if goal is None:
-            relocations = compaction.pack(
-                pool,
-                self.storage.apply_moves,
-                max_moves=max_moves,
-                max_evictions=max_evictions,
-            )
-        else:
-            relocations = [
-                compaction.gather(
-                    pool,
-                    self.storage.apply_moves,
-                    run_length=self.run_length,
-                    goal=goal,
-                    max_moves=max_moves,
-                    max_evictions=max_evictions,
-                )
-            ]
-        return sum(len(relocation.moves) for relocation in relocations)
+        return compaction.compact(
+            self._get_run_pool(),
+            self.storage.apply_moves,
+            run_length=self.run_length,
+            goal=goal,
+            max_moves=max_moves,
+            max_evictions=max_evictions,
+        )
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take blocks with consecutive ids, as for a transfer; requests make way with their K and V.
