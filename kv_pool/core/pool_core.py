@@ -9,6 +9,7 @@ from kv_pool.core.arguments import as_int, as_list, as_list_of, check_number, ch
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
+from kv_pool.core.caching import BlockCaching
 from kv_pool.core.clock import read_clock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.core.eviction_order import Placement
@@ -20,7 +21,6 @@ from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.core.pool_state import EVICTING, NOTHING, RESETTING, finish
-from kv_pool.core.prefix_cache import PrefixCache
 from kv_pool.core.recovery import recover
 from kv_pool.core.resizing import add_last, remove_last
 from kv_pool.core.stored_events import make_external_hash
@@ -30,7 +30,7 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class BlockPoolCore(PrefixCache):
+class BlockPoolCore(BlockCaching):
     """See `BlockPool`."""
 
     def __init__(
