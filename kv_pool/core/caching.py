@@ -77,7 +77,7 @@ class BlockCaching(PrefixCache):
             self._recover()
         suffix = GROUP_0 if kv_cache_group_id == 0 else group_suffix(kv_cache_group_id)
         listed = blocks[num_cached_blocks:num_full_blocks]
-        range_blocks = listed if isinstance(listed, list) else list(listed)
+        range_blocks: list[KVCacheBlock] = listed if isinstance(listed, list) else list(listed)
         num_blocks = num_full_blocks - num_cached_blocks
         if num_cached_blocks < 0 or len(range_blocks) != num_blocks:
             raise InvalidArgumentError(
