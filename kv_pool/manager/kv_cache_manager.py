@@ -277,7 +277,7 @@ class KVCacheManager(RequestTables):
         is_new = tables is None
         full: list[int] | None = None
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            full = self._caching.list_full(request, tables, step.num_prefix, step.num_scheduled)
+            full = self._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
 
         free_queue = self.block_pool.free_block_queue
         num_available = free_queue.num_free_blocks if self.retention is None else self.get_num_free_blocks()
@@ -385,7 +385,7 @@ class KVCacheManager(RequestTables):
                     f"not {num_computed_tokens}; call allocate_slots() first"
                 )
         if self.block_pool.enable_caching:
-            full = self._caching.list_full(request, tables, 0, num_computed_tokens)
+            full = self._caching.count_full(request, tables, 0, num_computed_tokens)
             if full is not None:
                 self._caching.cache(request, tables, full, num_computed_tokens, is_written=True)
 

@@ -40,7 +40,7 @@ class PrefixCaching:
         """Whether a request with this prefix has to wait for the next step."""
         return any(bool(blocks) and blocks[-1] in self.unwritten for blocks in prefix_blocks)
 
-    def list_full(
+    def count_full(
         self,
         request: SchedulableRequest,
         tables: list[BlockTable] | None,
@@ -117,7 +117,7 @@ class PrefixCaching:
         """Make blocks findable from the head of each table to its end in `ends`, as far as they are not.
 
         Args:
-            ends: what `list_full` returned.
+            ends: what `count_full` returned.
             num_written: tokens after the step; more than are full where some are only guessed.
             is_written: their content is there, not only after the step to come.
         """
