@@ -43,26 +43,26 @@ class SlotNeeds:
         Args:
             is_alone: as if no other request held blocks: none is shared, and all hits are free.
         """
-        tables = step.tables
         num_free = 0
         for group in self._groups:
-            group_id = group.group_id
             num_blocks = group.count_table_blocks(
                 step.num_scheduled, step.num_lookahead, step.num_encoder_tokens
             )
-            if tables is not None:
-                table = tables[group_id]
-                num_free += group.count_new_blocks(len(table.blocks), num_blocks)
+            if step.tables is not None:
+                table = step.tables[group.group_id]
+                num_entries = len(table.blocks)
                 if table.is_forked and not is_alone:
                     num_free += len(self.list_shared(table, group, step.num_computed, num_blocks))
-                continue
-            num_entries, num_hits = _count_hits(group, step, is_alone)
-            if step.num_before > step.num_prefix:
-                # External tokens have slots of their own, since a state needs a block for each.
-                num_external = max(num_entries, group.count_table_blocks(step.num_before))
-                num_free += group.count_new_blocks(num_entries, num_external)
-                num_entries = num_external
-            num_free += num_hits + group.count_new_blocks(num_entries, num_blocks)
+            else:
+                num_entries, num_hits = _count_hits(group, step, is_alone)
+                num_free += num_hits
+                if step.num_before > step.num_prefix:
+                    # External tokens have slots of their own, since a state needs a block for each.
+                    num_external = max(num_entries, group.count_table_blocks(step.num_before))
+                    num_free += group.count_new_blocks(num_entries, num_external)
+                    num_entries = num_external
+            if num_blocks > num_entries:
+                num_free += group.count_new_blocks(num_entries, num_blocks)
         return num_free
 
     def count_full_sequence(self, step: Step, num_tokens: int, is_alone: bool = False) -> int:
