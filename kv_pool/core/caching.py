@@ -1,4 +1,4 @@
-"""Making blocks findable: full blocks, partial ones, keys that move with a copy."""
+"""`BlockCaching`: makes blocks findable: full blocks, partial ones, keys that move with a copy."""
 
 from collections.abc import Sequence
 from typing import Any
