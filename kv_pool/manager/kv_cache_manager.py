@@ -294,8 +294,7 @@ class KVCacheManager(RequestTables):
                 raise
             num_available = self.get_num_free_blocks()
         need = self._needs.count(step)
-        num_available -= num_left + reserved_blocks
-        if need > num_available:
+        if need > num_available - num_left - reserved_blocks:
             return None
         if len(self._caching.unwritten) > 0 and self._caching.is_unwritten(step.prefix_blocks):
             return None
