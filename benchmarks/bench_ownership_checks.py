@@ -45,7 +45,7 @@ PROJECT_DIR = Path(__file__).resolve().parent.parent
 NEEDED_TO_BUILD = ("pyproject.toml", "README.md", "LICENSE", ".build", "kv_pool")
 STRIPPED_FILES = (
     "kv_pool/core/taking.py",
-    "kv_pool/core/touching.py",
+    "kv_pool/core/references.py",
     "kv_pool/core/freeing.py",
     "kv_pool/core/caching.py",
     "kv_pool/core/prefix_keys.py",
@@ -57,18 +57,18 @@ STRIPPED_FILES = (
 
 # How many checks each function has. Where the code moves this has to follow, or something else is measured.
 NUM_CHECKS = {
-    "take_first": 1,
+    "take_onto": 1,
     "take_listed": 1,
-    "touch_all": 2,
+    "touch_onto": 2,
     "free_all": 1,
     "unpin_all": 2,
     "group_by_pool": 2,
     "evict_blocks": 1,
-    "cache_full": 4,
-    "cache_partial": 2,
+    "cache_full_blocks": 4,
+    "cache_partial_block": 2,
     "give_key": 2,
     "insert_key": 1,
-    "move_hashes": 4,
+    "move_block_hashes": 4,
     "_maybe_evict_cached_block": 1,
     "swap_ids": 1,
     "remove_last": 1,

@@ -13,7 +13,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_all, unpin_all
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.taking import take_listed
-from kv_pool.core.touching import touch_all
 from kv_pool.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
@@ -38,8 +37,8 @@ class RunPoolCore(RunPoolState):
             num_blocks = as_int("num_blocks", num_blocks)
         return take_in_order(self, 0, num_blocks, None)
 
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
-        return take_in_order(self, 0, num_blocks, blocks)
+    def take_onto(self, onto: list[KVCacheBlock] | None, num_blocks: int) -> list[KVCacheBlock]:
+        return take_in_order(self, 0, num_blocks, onto)
 
     def get_new_blocks_after(self, block: KVCacheBlock, num_blocks: int) -> list[KVCacheBlock]:
         """As `get_new_blocks`, but the ids next after `block`'s come first, if they are free and old enough.
@@ -139,14 +138,11 @@ class RunPoolCore(RunPoolState):
             raise
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._touch(as_list("blocks", blocks), None)
+        self.touch_onto(as_list("blocks", blocks), None)
 
-    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
-        self._touch(blocks, onto)
-
-    def _touch(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
+    def touch_onto(self, listed: list[KVCacheBlock], onto: list[KVCacheBlock] | None) -> None:
         try:
-            touch_all(self, listed, onto)
+            super().touch_onto(listed, onto)
             self.run_index.note_taken(listed, self.block_owner)
         except BaseException as error:
             was_stale = self.run_index.is_stale

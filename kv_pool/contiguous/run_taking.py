@@ -3,7 +3,7 @@
 from kv_pool.contiguous.run_index import FreeRunIndex
 from kv_pool.contiguous.run_pool_state import RunPoolState
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.taking import take_first, take_listed
+from kv_pool.core.taking import take_listed
 from kv_pool.errors import (
     InvalidBlockError,
 )
@@ -24,7 +24,7 @@ def take_in_order(
                 return in_runs
         if index.is_stale:
             pool.rebuild_index()
-        taken = take_first(pool, num_blocks, onto)
+        taken = RunPoolState.take_onto(pool, onto, num_blocks)  # not the pool's own, which calls this
         index.note_taken(taken, pool.block_owner)
     except BaseException as error:
         was_stale = index.is_stale

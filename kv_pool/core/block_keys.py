@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Any
 
-from kv_pool.errors import GroupIdError, InvalidTypeError
+from kv_pool.errors import GroupIdError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash
 
 MAX_GROUP_ID = 2**32 - 1
@@ -50,16 +49,6 @@ def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
 def get_group_id(key: BlockHashWithGroupId) -> int:
     """The group in a key."""
     return int.from_bytes(key[-4:], "big")
-
-
-def check_block_hashes(hashes: Sequence[Any], first: int, end: int) -> None:
-    """Raise InvalidTypeError unless hashes `[first, end)` are bytes."""
-    listed: list[Any] = hashes if isinstance(hashes, list) else list(hashes)
-    for position in range(first, end):
-        if not isinstance(listed[position], bytes):
-            raise InvalidTypeError(
-                f"block hash {position} is a {type(listed[position]).__name__}; hashes are bytes"
-            )
 
 
 def make_external_block_hash(block_hash: bytes) -> ExternalBlockHash:

@@ -20,17 +20,16 @@ from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_size import check_fits_memory
 from kv_pool.core.pool_state import EVICTING, NOTHING, RESETTING, finish
-from kv_pool.core.prefix_cache import PrefixCache
 from kv_pool.core.recovery import recover
+from kv_pool.core.references import BlockReferences
 from kv_pool.core.resizing import add_last, remove_last
 from kv_pool.core.stored_events import make_external_hash
-from kv_pool.core.taking import take_first, take_listed, tell_watchers
-from kv_pool.core.touching import touch_all
+from kv_pool.core.taking import tell_watchers
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class BlockPoolCore(PrefixCache):
+class BlockPoolCore(BlockReferences):
     """See `BlockPool`."""
 
     def __init__(
@@ -71,66 +70,6 @@ class BlockPoolCore(PrefixCache):
             dense_events,
             clock,
         )
-
-    # ---- taking ----------------------------------------------------------------------------------
-
-    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the `num_blocks` free blocks that are next in eviction order.
-
-        Returns:
-            Distinct blocks in that order, each with ref_cnt 1 and no hash. Their KV slots still hold the
-            last owner's bytes. `num_blocks` counts blocks, not tokens; 0 gives [].
-        Raises:
-            OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
-            InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
-            Whatever a reuse watcher raises; all blocks are back in the queue.
-            CorruptedPoolError: a free block has references that something else wrote, or fewer are linked
-                than the queue counts. Nothing has changed.
-
-        A taken block that was cached is evicted: one `BlockRemoved` each. Touch prefix hits before
-        calling this, or the hits themselves may be taken.
-        Cost: O(num_blocks), whatever the size of the pool.
-        Contract: vLLM 0.33 `BlockPool.get_new_blocks`.
-        """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
-        return take_first(self, num_blocks, None)
-
-    def take_onto(self, blocks: list[KVCacheBlock], num_blocks: int) -> list[KVCacheBlock]:
-        """As `get_new_blocks`; the blocks are appended to `blocks` in the same step.
-
-        Whatever interrupts the caller, `blocks` says which references it has to give back.
-        """
-        return take_first(self, num_blocks, blocks)
-
-    def take_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take these free blocks out of wherever they are in the queue, as `get_new_blocks` takes the next.
-
-        Each has ref_cnt 1 and no hash afterwards; one that was cached is evicted, in the given order.
-
-        Raises:
-            InvalidBlockError: a block is null, in use, listed twice, or not this pool's. Nothing has changed.
-            InvalidTypeError: not a block. Nothing has changed.
-            Whatever a reuse watcher raises; the blocks are at the front of the queue then.
-        Cost: O(len(blocks)), whatever the size of the pool.
-        """
-        take_listed(self, as_list("blocks", blocks), None)
-
-    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add one reference to each block; a free one leaves the free queue. Its hash stays.
-
-        Null blocks are skipped. A block that is listed twice gets two references.
-
-        Raises:
-            InvalidBlockError: a block of another pool, or a bare block that was never free here.
-            InvalidTypeError: not a block. In both cases nothing has changed.
-        Cost: O(len(blocks)). Contract: vLLM 0.33 `BlockPool.touch`.
-        """
-        touch_all(self, as_list("blocks", blocks), None)
-
-    def touch_onto(self, blocks: list[KVCacheBlock], onto: list[KVCacheBlock]) -> None:
-        """As `touch`; the blocks are appended to `onto` in the same step, see `take_onto`."""
-        touch_all(self, blocks, onto)
 
     # ---- giving back -----------------------------------------------------------------------------
 

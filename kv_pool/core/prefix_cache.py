@@ -11,11 +11,8 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.arguments import as_int, as_ints, as_list_of, refuse_type
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_checks import check_ours
 from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
-from kv_pool.core.caching import cache_full, cache_partial, emit_cached, give_key, move_hashes
-from kv_pool.core.evicting import announce_removed, evict
-from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.evicting import announce_removed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import NOTHING, PoolState
 from kv_pool.ids import BlockHash, BlockHashWithGroupId
@@ -23,7 +20,7 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixCache(PoolState):
-    """The part of `BlockPool` that finds blocks by prefix, and makes them findable."""
+    """The part of `BlockPool` that finds blocks by prefix."""
 
     def take_events(self) -> list[KVCacheEvent]:
         """Hand over the events since the last call, oldest first; the list is the caller's to change."""
@@ -144,126 +141,3 @@ class PrefixCache(PoolState):
                 if secondary:
                     keys.extend(secondary.get(block.block_id, ()))
         return keys
-
-    def cache_full_blocks(
-        self,
-        request: CacheableRequest,
-        blocks: Sequence[KVCacheBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        block_mask: Sequence[Any] | None = None,
-    ) -> None:
-        """Make the request's blocks `[num_cached_blocks, num_full_blocks)` findable by their prefix.
-
-            |<- num_cached_blocks ->|<- keyed by this call ->|
-            |<------------- num_full_blocks ---------------->|  partial
-            blocks: the request's whole table
-
-        Args:
-            request: gives `block_hashes`, at `hash_block_size`; with events on also its tokens, adapter,
-                multimodal inputs, salt and session.
-            block_size: tokens per block of this group, a multiple of `hash_block_size`; block i then has
-                the last fine hash inside it.
-            block_mask: one flag per block of the range; False skips the block as if it were null.
-
-        Null and masked blocks are skipped. A block that is cached already is keyed anew if its old hash
-        covers fewer tokens (promotion; one `BlockRemoved`). Caches whatever `enable_caching` says.
-        With events on and a range that is not empty: exactly one `BlockStored`, after the removals; with
-        `dense_events`, one for each part of the range without skipped blocks.
-
-        Raises:
-            InvalidArgumentError: the range does not fit the table, the hashes, the mask or the sizes.
-            InvalidBlockError: a block is free, another pool's, or cached for as many tokens or more.
-            InvalidTypeError: not a block. In all cases, and when the request lacks what an event needs,
-                nothing has changed.
-        Cost: O(num_full_blocks - num_cached_blocks). Contract: vLLM 0.33 `BlockPool.cache_full_blocks`.
-        """
-        cache_full(
-            self,
-            request,
-            blocks,
-            num_cached_blocks,
-            num_full_blocks,
-            block_size,
-            kv_cache_group_id,
-            block_mask,
-        )
-
-    def emit_cached_block_events(
-        self,
-        request: CacheableRequest,
-        num_cached_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-    ) -> None:
-        """Announce the first `num_cached_blocks` blocks of the request again, as hit; nothing else changes.
-
-        One `BlockStored` from the start of the sequence, every block counted; none with events off or for 0
-        blocks. Contract: vLLM 0.33 `BlockPool.emit_cached_block_events`.
-        """
-        emit_cached(self, request, num_cached_blocks, block_size, kv_cache_group_id)
-
-    def cache_partial_block(
-        self,
-        request: CacheableRequest,
-        block: KVCacheBlock,
-        num_tokens: int,
-        kv_cache_group_id: int,
-        block_size: int,
-        replace_existing_hashes: bool = False,
-    ) -> BlockHashWithGroupId | None:
-        """Make `block` findable by the request's first `num_tokens` tokens, which may end inside it.
-
-        Args:
-            num_tokens: a multiple of `hash_block_size`, no more than the request has hashes for.
-            block_size: tokens per block of this group, a multiple of `hash_block_size`.
-            replace_existing_hashes: the block holds other content now; its old keys go, however much they
-                cover.
-        Returns:
-            The key; None for the null block, which is never cached.
-
-        A block with a hash over fewer tokens is keyed anew (one `BlockRemoved` a key). Where its hash covers
-        as many or more, the new key becomes a secondary one: both find the block. With events on, a
-        `BlockStored` over the last `hash_block_size` tokens, unless the block had that key.
-
-        Raises:
-            InvalidArgumentError: sizes or a count that do not fit.
-            InvalidBlockError: the block is free, or another pool's. In both cases nothing has changed.
-        Cost: O(keys of the block). Contract: vLLM 0.33 `BlockPool.cache_partial_block`.
-        """
-        return cache_partial(
-            self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
-        )
-
-    def _insert_block_hash(
-        self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
-    ) -> None:
-        """Give `block` one key more, its first or a secondary one; a key it has already changes nothing.
-
-        No event. vLLM's CPU offloading calls this one by name.
-        """
-        give_key(self, block_hash_with_group_id, block, num_tokens)
-
-    def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
-        """Let `dst_block`, a copy of `src_block`, be found under all its keys; `src_block` is bare then.
-
-        For a request that goes on writing into a cached block. No events: the prefixes stay cached.
-        Raises:
-            InvalidBlockError: `dst_block` has a key already or is null, or one is another pool's. Nothing has
-                changed.
-        Contract: vLLM 0.33 `BlockPool.move_block_hashes`.
-        """
-        move_hashes(self, src_block, dst_block)
-
-    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
-        """Make `block` unfindable. True if it was in the prefix map: then one `BlockRemoved`.
-
-        vLLM's Mamba manager calls this one by name.
-        """
-        if block.owner is not self.block_owner:
-            check_ours(block, self.block_owner, "_maybe_evict_cached_block()")
-        if self.metrics_collector is not None:
-            self.metrics_collector.on_block_evicted(block)
-        return evict(self, block)

@@ -62,20 +62,26 @@ def make_stored(
     return event
 
 
-def make_dense(
+def make_stored_range(
     pool: PoolState,
     request: CacheableRequest,
     stored: list[BlockHash | None],
     hashes: list[BlockHash],
-    parent: BlockHash | None,
-    start: int,
+    num_before: int,
     block_size: int,
     group_id: int,
 ) -> list[KVCacheEvent]:
-    """One event for each part of `stored` without None; its parent is the block before in the sequence.
+    """The events of the request's blocks behind its first `num_before`: one, or with `dense_events` one for
+    each part of `stored` without None, whose parent is the block before it in the sequence.
 
-    `hashes` are those of all blocks, skipped ones included; `parent` is the one before the first.
+    `hashes` are those of all blocks, `stored` has None for a skipped one.
     """
+    parent: BlockHash | None = None
+    if num_before:
+        (parent,) = hashes_of(pool, request, num_before - 1, num_before, block_size)
+    start = num_before * block_size
+    if not pool.dense_events or None not in stored:
+        return [make_stored(pool, request, stored, parent, start, block_size, group_id)]
     events: list[KVCacheEvent] = []
     part: list[BlockHash | None] = []
     for end, block_hash in enumerate([*stored, None]):
@@ -99,14 +105,17 @@ def hashes_of(
         raise InvalidArgumentError(
             f"block_size {block_size} is not a multiple of hash_block_size {pool.hash_block_size}"
         )
-    fine = read_hashes(request)
+    fine = getattr(request, "block_hashes", None)
+    if fine is None:
+        fine = read_hashes(request)  # which raises
     if len(fine) < end * stride:
         raise InvalidArgumentError(
             f"request has {len(fine)} block hashes of {pool.hash_block_size} tokens; caching its first "
             f"{end} blocks of {block_size} tokens needs {end * stride}"
         )
     if stride == 1:
-        return as_list("block_hashes", fine[first:end])
+        listed = fine[first:end]
+        return listed if isinstance(listed, list) else as_list("block_hashes", listed)
     # A fine hash covers everything before it, so the last one in a block identifies the block.
     return [fine[(index + 1) * stride - 1] for index in range(first, end)]
 

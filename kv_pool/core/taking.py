@@ -1,11 +1,11 @@
-"""Taking free blocks: those that are next, or those that are listed."""
+"""Taking blocks that are listed; what happens to the content of blocks that are taken."""
 
 from mypy_extensions import i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import raise_not_takeable, raise_typed
 from kv_pool.core.evicting import evict, evict_all
-from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.free_queue import BAND_END
 from kv_pool.core.observer import BlockObserver, ColderTiers
 from kv_pool.core.pool_state import (
     CLEARING_LINKS_OF_TAKEN,
@@ -15,101 +15,6 @@ from kv_pool.core.pool_state import (
     PoolState,
     finish,
 )
-from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, OutOfBlocksError
-
-
-def take_first(pool: PoolState, num_blocks: int, onto: list[KVCacheBlock] | None) -> list[KVCacheBlock]:
-    """See `BlockPool.get_new_blocks`; appends the blocks to `onto` as well."""
-    if pool._unfinished != NOTHING:
-        pool._recover()
-    queue = pool.free_block_queue
-    if num_blocks > queue.num_free_blocks:
-        raise OutOfBlocksError(
-            f"Cannot get {num_blocks} free blocks from the pool: asked for {num_blocks} blocks, "
-            f"{queue.num_free_blocks} are free of {pool.num_gpu_blocks - 1}. "
-            "Free a request, or ask for fewer."
-        )
-    if num_blocks < 0:
-        raise InvalidArgumentError(f"asked for {num_blocks} blocks; the count is 0 or more")
-    if pool.reuse_watchers:
-        tell_watchers_of_next(pool, num_blocks)
-    taken: list[KVCacheBlock] = []
-    if num_blocks == 0:
-        return taken
-    num_free = queue.num_free_blocks
-    head = queue.fake_free_list_head
-    front = head  # the taken blocks come behind it: the head, or the last end of a band that was passed
-    ends: list[tuple[int, KVCacheBlock]] | None = None  # see `PoolState._unfinished_ends`
-    block = head.next_free_block
-    any_cached = len(pool.cached_block_hashes_by_block) > 0
-    is_cut = False
-    try:
-        for _ in range(num_blocks):
-            if block is None or block.ref_cnt != 0:
-                while block is not None and block.ref_cnt == BAND_END:
-                    if ends is None:
-                        ends = []
-                    ends.append((len(taken), block))
-                    front.next_free_block = block
-                    block.prev_free_block = front
-                    front = block
-                    block = block.next_free_block
-                if block is None or block.ref_cnt != 0:
-                    raise CorruptedPoolError(describe_bad_queue(queue, len(taken), block))
-            taken.append(block)
-            after = block.next_free_block
-            if after is None:  # the tail has none
-                raise CorruptedPoolError(describe_bad_queue(queue, len(taken) - 1, block))
-            # No call from here to the end of the turn: a block is unlinked, and the next one is at hand.
-            block.prev_free_block = None
-            block.next_free_block = None
-            block.ref_cnt = 1
-            block.generation += 1
-            if block.key is not None:
-                any_cached = True
-            block = after
-        assert block is not None
-        front.next_free_block = block
-        block.prev_free_block = front
-        queue.num_free_blocks = num_free - num_blocks
-        is_cut = True
-        if any_cached or pool.metrics_collector is not None:
-            give_content_away(pool, taken, any_cached)
-        if onto is not None:
-            onto += taken
-    except BaseException:
-        if is_cut:
-            pool._unfinished_total = queue.num_free_blocks + num_blocks
-        else:
-            if taken and taken[-1] is block:
-                del taken[-1]  # appended, and not unlinked yet
-            following = block
-            if following is None:
-                following = queue.fake_free_list_tail
-            front.next_free_block = following
-            following.prev_free_block = front
-            pool._unfinished_total = num_free
-        if ends is not None:
-            pool._unfinished_ends = ends
-        pool._unfinished_blocks = taken
-        pool._unfinished_count = -1
-        pool._unfinished = UNDO_TAKING_FIRST
-        pool._recover()
-        raise
-    return taken
-
-
-def describe_bad_queue(queue: FreeKVCacheBlockQueue, num_linked: int, culprit: KVCacheBlock | None) -> str:
-    """Say what is wrong with the block that comes after the first `num_linked` in the queue."""
-    if culprit is None or culprit.ref_cnt == 0:
-        return (
-            f"num_free_blocks is {queue.num_free_blocks} but only {num_linked} blocks are linked: "
-            "the counter is out of sync with the queue"
-        )
-    return (
-        f"block {culprit.block_id} is in the free queue with ref_cnt {culprit.ref_cnt}; "
-        "only touch() may reference a free block"
-    )
 
 
 def take_listed(

@@ -10,18 +10,23 @@ from kv_pool.manager.step import Step
 
 
 def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> None:
-    """Start the tables of a request with its hits; the null block where the window has passed."""
+    """Append a table for each group, with the hits; the null block where the window has passed."""
     pool = state.block_pool
     for group in state._groups:
-        hits = step.prefix_blocks[group.group_id]
-        num_skipped = group.count_skipped_tokens(step.num_before) // group.block_size
-        if not hits and not num_skipped:
+        table = BlockTable()
+        tables.append(table)
+        used = step.prefix_blocks[group.group_id]
+        num_skipped = 0
+        if group.forgets:
+            num_skipped = group.count_skipped_tokens(step.num_before) // group.block_size
+        if not used and not num_skipped:
             continue
-        table = tables[group.group_id]
-        used = as_list("cached_prefix", hits[num_skipped:] if num_skipped else hits)
         if num_skipped:
+            used = used[num_skipped:]
             table.blocks.extend([pool.null_block] * num_skipped)
             table.num_null_blocks = num_skipped
+        if not isinstance(used, list):
+            used = as_list("cached_prefix", used)
         pool.touch_onto(used, table.blocks)
         if state.retention is not None and state.retention.holds_blocks:
             state.retention.note_taken(used)
@@ -32,15 +37,15 @@ def start_tables(state: ManagerState, tables: list[BlockTable], step: Step) -> N
 def extend_tables(
     state: ManagerState,
     tables: list[BlockTable],
-    num_scheduled: int,
     num_tokens: int,
+    num_lookahead_tokens: int,
     num_encoder_tokens: int,
 ) -> tuple[Sequence[KVCacheBlock], ...]:
-    """Append new blocks until each table has slots for `num_tokens` tokens; what was appended."""
+    """Append new blocks until each table has slots for so many tokens; return what was appended."""
     added: list[Sequence[KVCacheBlock]] = []
     for group in state._groups:
         table = tables[group.group_id]
-        num_blocks = state._needs.count_blocks(group, num_scheduled, num_tokens, num_encoder_tokens)
+        num_blocks = group.count_table_blocks(num_tokens, num_lookahead_tokens, num_encoder_tokens)
         num_new = group.count_new_blocks(len(table.blocks), num_blocks)
         if not num_new:
             added.append(state._no_blocks[0])
@@ -97,7 +102,7 @@ def replace_shared(state: ManagerState, tables: list[BlockTable], step: Step) ->
         table = tables[group.group_id]
         if not table.is_forked:
             continue
-        num_blocks = state._needs.count_blocks(group, step.num_scheduled, step.num_tokens, 0)
+        num_blocks = group.count_table_blocks(step.num_scheduled, step.num_lookahead)
         for position in state._needs.list_shared(table, group, step.num_computed, num_blocks):
             shared = table.blocks[position]
             is_copied = position * group.block_size < step.num_computed

@@ -15,7 +15,6 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockMove
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.allocating import extend_tables, forget_passed, replace_shared, start_tables
-from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.event_labels import label_events
@@ -142,7 +141,8 @@ class KVCacheManager(RequestTables):
             if max_num_tokens is not None:
                 limit = as_int("max_num_tokens", max_num_tokens)
             hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
-            self._caching.check_hash_size(request, len(hashes), num_known)
+            if len(hashes) * self.block_pool.hash_block_size > num_known:
+                self._caching.refuse_hashes(request, len(hashes))
             blocks, num_tokens = find_common_hit(self._groups, hashes, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions)
 
@@ -184,12 +184,9 @@ class KVCacheManager(RequestTables):
         Raises:
             What `allocate_slots` raises.
         """
-        request_id = get_request_id("request", request)
-        tables = self._tables.get(request_id)
         step = read_step(
             self,
             request,
-            tables,
             num_new_tokens,
             cached_prefix,
             num_lookahead_tokens,
@@ -198,13 +195,14 @@ class KVCacheManager(RequestTables):
             full_sequence_must_fit,
             reserved_blocks,
         )
+        tables = step.tables
         num_sequence = request.num_tokens if full_sequence_must_fit else 0
         num_available = self.get_num_free_blocks()
         if tables is None and self._tables:
             num_available -= self.watermark_blocks
         if not num_sequence or self._needs.count_full_sequence(step, num_sequence) <= num_available:
             if tables is not None:
-                num_available += self._needs.count_to_forget(request_id, tables, step.num_before)
+                num_available += self._needs.count_to_forget(step.request_id, tables, step.num_before)
             fits = self._needs.count(step) <= num_available - reserved_blocks
             if fits and not self._caching.is_unwritten(step.prefix_blocks):
                 return AllocStatus.OK
@@ -262,14 +260,11 @@ class KVCacheManager(RequestTables):
         """
         if self._unsettled is not None:
             recover(self)
-        request_id = get_request_id("request", request)
         if not isinstance(delay_cache_blocks, bool):
             refuse_type("delay_cache_blocks", delay_cache_blocks, "bool")
-        tables = self._tables.get(request_id)
         step = read_step(
             self,
             request,
-            tables,
             num_new_tokens,
             cached_prefix,
             num_lookahead_tokens,
@@ -278,39 +273,41 @@ class KVCacheManager(RequestTables):
             full_sequence_must_fit,
             reserved_blocks,
         )
-        num_to_cache = 0
+        tables = step.tables
+        is_new = tables is None
+        full: list[int] | None = None
         if self.block_pool.enable_caching and not delay_cache_blocks:
-            num_to_cache = self._caching.count_to_cache(request, step)
+            full = self._caching.count_full(request, tables, step.num_prefix, step.num_scheduled)
 
-        num_available = self.get_num_free_blocks()
-        num_left = self.watermark_blocks if tables is None and self._tables else 0
+        free_queue = self.block_pool.free_block_queue
+        num_available = free_queue.num_free_blocks if self.retention is None else self.get_num_free_blocks()
+        num_left = self.watermark_blocks if is_new and self._tables else 0
         if full_sequence_must_fit:
             need = self._needs.count_full_sequence(step, request.num_tokens)
             if need > num_available - num_left:
                 return None
         if self._forgets and tables is not None:
             try:
-                forget_passed(self, request_id, tables, step.num_before)
+                forget_passed(self, step.request_id, tables, step.num_before)
             except BaseException:
                 recover(self)
                 raise
             num_available = self.get_num_free_blocks()
         need = self._needs.count(step)
-        num_available -= num_left + reserved_blocks
-        if need > num_available or self._caching.is_unwritten(step.prefix_blocks):
+        if need > num_available - num_left - reserved_blocks:
+            return None
+        if len(self._caching.unwritten) > 0 and self._caching.is_unwritten(step.prefix_blocks):
             return None
 
-        is_new = tables is None
-        if not (is_new or need or num_to_cache or self._has_forks):
+        if not (is_new or need or full or self._has_forks):
             return self._no_blocks
         if self.retention is not None:
             self.retention.expire()  # which blocks are hit or taken next depends on the time
         if tables is None:
-            tables = [BlockTable() for _ in self._groups]
-        else:
-            for table in tables:
-                table.num_settled = len(table.blocks)
-                table.num_settled_cached = table.num_cached_blocks
+            tables = []
+        for table in tables:
+            table.num_settled = len(table.blocks)
+            table.num_settled_cached = table.num_cached_blocks
         try:
             if is_new:
                 # Hits first, in all groups: until they are touched, they may be among those that are taken.
@@ -318,16 +315,18 @@ class KVCacheManager(RequestTables):
                 if self.retention is not None and self.retention.is_active:
                     self.retention.note_admitted(request)
                 if num_external_computed_tokens:
-                    extend_tables(self, tables, step.num_before, step.num_before, 0)
+                    extend_tables(self, tables, step.num_before, 0, 0)
             elif self._has_forks:
                 replace_shared(self, tables, step)
             added = self._no_blocks
             if need or num_external_computed_tokens:
-                added = extend_tables(self, tables, step.num_scheduled, step.num_tokens, num_encoder_tokens)
-            if num_to_cache:
-                self._caching.cache(request, tables, num_to_cache, step.num_scheduled, is_written=False)
+                added = extend_tables(
+                    self, tables, step.num_scheduled, step.num_lookahead, num_encoder_tokens
+                )
+            if full is not None:
+                self._caching.cache(request, tables, full, step.num_scheduled, is_written=False)
             if is_new:
-                self._tables[request_id] = tables
+                self._tables[step.request_id] = tables
         except BaseException:
             self._is_leaving = False
             self._unsettled = tables
@@ -385,8 +384,9 @@ class KVCacheManager(RequestTables):
                     f"not {num_computed_tokens}; call allocate_slots() first"
                 )
         if self.block_pool.enable_caching:
-            self._caching.check(request, tables, 0, num_computed_tokens, request.num_tokens)
-            self._caching.cache(request, tables, num_computed_tokens, num_computed_tokens, is_written=True)
+            full = self._caching.count_full(request, tables, 0, num_computed_tokens)
+            if full is not None:
+                self._caching.cache(request, tables, full, num_computed_tokens, is_written=True)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold, here and in lower tiers, so that it is not hit; references stay.

@@ -1,15 +1,15 @@
 """`find_common_hit`: the longest cached prefix that all KV cache groups of a request can go on from.
 
-`check_prefix`: that prefix is still cached when the request is admitted.
+`check_still_cached`: the blocks of that prefix still hold it when the request is admitted.
 """
+
+from collections.abc import Sequence
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHash
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
@@ -56,32 +56,13 @@ def find_common_hit(
     return found, max(0, num_tokens)
 
 
-def check_prefix(
-    request: SchedulableRequest,
-    prefix: CachedPrefix,
-    has_blocks: bool,
-    groups: list[BlockGroup],
-    pool: BlockPoolCore,
+def check_still_cached(
+    request: SchedulableRequest, prefix_blocks: tuple[Sequence[KVCacheBlock], ...], groups: list[BlockGroup]
 ) -> None:
-    """Raise unless the prefix is this request's, which has no blocks yet, and is still cached."""
-    if prefix.request_id != request.request_id:
-        raise InvalidArgumentError(
-            f"the cached prefix was found for request {prefix.request_id!r}, not {request.request_id!r}"
-        )
-    if has_blocks or (prefix.num_tokens and request.num_computed_tokens):
-        raise InvalidArgumentError(
-            f"request {request.request_id!r} has blocks already; a cached prefix, even an empty one, is for "
-            "one that has none. Are there two requests with this id?"
-        )
-    if len(prefix.blocks) != len(groups):
-        raise InvalidArgumentError(
-            f"the cached prefix has {len(prefix.blocks)} groups, this manager {len(groups)}"
-        )
-    if prefix.num_evictions == pool.num_evictions:
-        return
+    """Raise InvalidBlockError if a block of the prefix has been evicted since it was found."""
     hashes = request.block_hashes
     for group in groups:
-        for position, block in enumerate(prefix.blocks[group.group_id]):
+        for position, block in enumerate(prefix_blocks[group.group_id]):
             if block.is_null:
                 continue
             block_hash = hashes[(position + 1) * group.stride - 1]

@@ -17,12 +17,12 @@ class Step:
         |<- num_computed
         |<------------- num_before --------------->|
         |<------------------ num_scheduled ----------------->|
-        |<------------------------ num_tokens ------------------------------>|
 
     Attributes:
         tables: of each group; None for a request without blocks.
         prefix_blocks: hits of each group that are not in the tables yet.
         num_prefix: tokens of the prefix alone.
+        num_lookahead: slots behind `num_scheduled`, for tokens that are only guessed.
         num_encoder_tokens: slots for cross-attention.
     """
 
@@ -30,29 +30,32 @@ class Step:
         "num_before",
         "num_computed",
         "num_encoder_tokens",
+        "num_lookahead",
         "num_prefix",
         "num_scheduled",
-        "num_tokens",
         "prefix_blocks",
+        "request_id",
         "tables",
     )
 
     def __init__(
         self,
+        request_id: str,
         tables: list[BlockTable] | None,
         prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_computed: int,
         num_prefix: int,
         num_before: int,
         num_scheduled: int,
-        num_tokens: int,
+        num_lookahead: int,
         num_encoder_tokens: int,
     ) -> None:
+        self.request_id: str = request_id
         self.tables: list[BlockTable] | None = tables
         self.prefix_blocks: tuple[Sequence[KVCacheBlock], ...] = prefix_blocks
         self.num_computed: int = num_computed
         self.num_prefix: int = num_prefix
         self.num_before: int = num_before
         self.num_scheduled: int = num_scheduled
-        self.num_tokens: int = num_tokens
+        self.num_lookahead: int = num_lookahead
         self.num_encoder_tokens: int = num_encoder_tokens

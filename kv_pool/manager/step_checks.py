@@ -6,18 +6,17 @@ from typing import Any, SupportsIndex
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.cached_prefix import CachedPrefix
 from kv_pool.manager.manager_state import ManagerState
-from kv_pool.manager.prefix_hit import check_prefix
+from kv_pool.manager.prefix_hit import check_still_cached
 from kv_pool.manager.requests.request import SchedulableRequest
+from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.step import Step
 
 
 def read_step(
     state: ManagerState,
     request: SchedulableRequest,
-    tables: list[BlockTable] | None,
     num_new_tokens: SupportsIndex,
     cached_prefix: CachedPrefix | None,
     num_lookahead_tokens: int,
@@ -27,6 +26,10 @@ def read_step(
     reserved_blocks: int,
 ) -> Step:
     """Return the step. Raise what `allocate_slots` says; changes nothing."""
+    request_id = getattr(request, "request_id", None)
+    if not isinstance(request_id, str):
+        request_id = get_request_id("request", request)
+    tables = state._tables.get(request_id)
     num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
     if not isinstance(num_encoder_tokens, int):
         as_int("num_encoder_tokens", num_encoder_tokens)
@@ -51,57 +54,71 @@ def read_step(
     if cached_prefix is not None:
         if not isinstance(cached_prefix, CachedPrefix):
             refuse_type("cached_prefix", cached_prefix, "CachedPrefix or None")
-        check_prefix(request, cached_prefix, tables is not None, state._groups, state.block_pool)
         num_prefix = cached_prefix.num_tokens
         prefix_blocks = cached_prefix.blocks
+        if cached_prefix.request_id != request_id:
+            raise InvalidArgumentError(
+                f"the cached prefix was found for request {cached_prefix.request_id!r}, not {request_id!r}"
+            )
+        if tables is not None or (num_prefix and num_computed):
+            raise InvalidArgumentError(
+                f"request {request_id!r} has blocks already; a cached prefix, even an empty one, is for one "
+                "that has none. Are there two requests with this id?"
+            )
+        if len(prefix_blocks) != len(state._groups):
+            raise InvalidArgumentError(
+                f"the cached prefix has {len(prefix_blocks)} groups, this manager {len(state._groups)}"
+            )
+        if cached_prefix.num_evictions != state.block_pool.num_evictions:
+            check_still_cached(request, prefix_blocks, state._groups)
     if tables is not None:
         if num_external_computed_tokens:
             raise InvalidArgumentError(
-                f"request {request.request_id!r} has blocks already; external tokens come before all"
+                f"request {request_id!r} has blocks already; external tokens come before all"
             )
         for group in state._groups:
             if group.is_cacheable:
                 table = tables[group.group_id]
                 num_held = len(table.blocks)
                 if not 0 <= num_computed <= num_held * group.block_size:
-                    raise_uncomputed(state, request, num_computed, num_held, group.block_size)
+                    raise_uncomputed(state, request_id, num_computed, num_held, group.block_size)
                 if num_computed < table.num_null_blocks * group.block_size:
                     raise InvalidArgumentError(
-                        f"request {request.request_id!r} says {num_computed} tokens are computed; its first "
+                        f"request {request_id!r} says {num_computed} tokens are computed; its first "
                         f"{table.num_null_blocks * group.block_size} have left the window of group "
                         f"{group.group_id} and have no blocks any more. Free it and admit it again"
                     )
     elif num_computed:
-        raise_uncomputed(state, request, num_computed, 0, state.block_size)
+        raise_uncomputed(state, request_id, num_computed, 0, state.block_size)
     num_before = num_computed + num_prefix + num_external_computed_tokens
     num_scheduled = num_before + num_new
-    num_tokens = num_scheduled + num_lookahead_tokens
-    if state.max_model_len and num_tokens > state.max_model_len:
-        num_tokens = state.max_model_len
-        num_scheduled = min(num_scheduled, num_tokens)
+    if state.max_model_len and num_scheduled + num_lookahead_tokens > state.max_model_len:
+        num_scheduled = min(num_scheduled, state.max_model_len)
+        num_lookahead_tokens = state.max_model_len - num_scheduled
     return Step(
+        request_id,
         tables,
         prefix_blocks,
         num_computed,
         num_prefix,
         num_before,
         num_scheduled,
-        num_tokens,
+        num_lookahead_tokens,
         num_encoder_tokens,
     )
 
 
 def raise_uncomputed(
-    state: ManagerState, request: SchedulableRequest, num_computed: int, num_held: int, block_size: int
+    state: ManagerState, request_id: str, num_computed: int, num_held: int, block_size: int
 ) -> None:
     """Raise InvalidArgumentError for a request that has no blocks of its computed tokens."""
-    why = state.taken_out.get(request.request_id)
+    why = state.taken_out.get(request_id)
     if why is not None:
         raise InvalidArgumentError(
-            f"request {request.request_id!r} has no blocks: {why}. Do not schedule it until it is back"
+            f"request {request_id!r} has no blocks: {why}. Do not schedule it until it is back"
         )
     raise InvalidArgumentError(
-        f"request {request.request_id!r} says {num_computed} tokens are computed, but holds "
+        f"request {request_id!r} says {num_computed} tokens are computed, but holds "
         f"{num_held} blocks of {block_size}; set num_computed_tokens to 0 when it is freed (and where it "
         "is swapped out, swap it in)"
     )

@@ -30,8 +30,6 @@ class BlockGroup:
         self.forgets: bool = False
         # Whether what is kept is found from the head of a sequence on, without holes.
         self.is_downward_closed: bool = True
-        # Whether guessed tokens get slots, too.
-        self.has_lookahead: bool = True
         # Whether a step reads what is there before it writes: nobody can hit what this very step writes.
         self.reads_before_writes: bool = False
         # Whether a table gets null blocks before the blocks that are taken for it; see `pad`.
@@ -65,9 +63,15 @@ class BlockGroup:
         """Tokens from the head that no token after the computed ones attends to."""
         return 0
 
-    def count_table_blocks(self, num_tokens: int) -> int:
-        """Entries of the block table of a request with so many tokens, null ones included."""
-        return -(-num_tokens // self.block_size)
+    def count_table_blocks(
+        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
+    ) -> int:
+        """Entries of the block table of a request with so many tokens, null ones included.
+
+        Args:
+            num_lookahead_tokens: guessed tokens after them.
+        """
+        return -(-(num_tokens + num_lookahead_tokens) // self.block_size)
 
     def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
         """Blocks to take for a table that has `num_entries` and shall have `num_blocks`."""

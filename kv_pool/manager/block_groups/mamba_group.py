@@ -19,8 +19,6 @@ class MambaGroup(BlockGroup):
         super().__init__(pool, group_id, block_size, alignment)
         self.forgets = True
         self.is_downward_closed = False
-        # A state for tokens that may be rejected would stand where the one of the accepted tokens belongs.
-        self.has_lookahead = False
         self.reads_before_writes = True
         self.adds_null_blocks = True
 
@@ -41,6 +39,12 @@ class MambaGroup(BlockGroup):
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)
+
+    def count_table_blocks(
+        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
+    ) -> int:
+        # A state for tokens that may be rejected would stand where the one of the accepted tokens belongs.
+        return -(-num_tokens // self.block_size)
 
     def count_new_blocks(self, num_entries: int, num_blocks: int) -> int:
         return 1 if num_blocks > num_entries else 0

@@ -18,9 +18,16 @@ class CrossAttentionGroup(BlockGroup):
     ) -> tuple[list[KVCacheBlock], int]:
         return [], 0
 
+    def count_table_blocks(
+        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
+    ) -> int:
+        return -(-num_encoder_tokens // self.block_size)
+
 
 class EncoderOnlyGroup(CrossAttentionGroup):
     """No blocks at all: everything is computed in one step, and nothing is kept."""
 
-    def count_table_blocks(self, num_tokens: int) -> int:
+    def count_table_blocks(
+        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
+    ) -> int:
         return 0

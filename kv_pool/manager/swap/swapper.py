@@ -317,14 +317,12 @@ class BlockSwapper:
                 "count tokens, 0 or more"
             )
         num_scheduled = request.num_computed_tokens + num_new_tokens
-        num_tokens = num_scheduled + num_lookahead_tokens
         if self.manager.max_model_len:
             num_scheduled = min(num_scheduled, self.manager.max_model_len)
-            num_tokens = min(num_tokens, self.manager.max_model_len)
+            num_lookahead_tokens = min(num_lookahead_tokens, self.manager.max_model_len - num_scheduled)
         return sum(
             group.count_new_blocks(
-                len(table.blocks),
-                group.count_table_blocks(num_tokens if group.has_lookahead else num_scheduled),
+                len(table.blocks), group.count_table_blocks(num_scheduled, num_lookahead_tokens)
             )
             for group, table in zip(self._groups, tables, strict=True)
             if group.is_cacheable
