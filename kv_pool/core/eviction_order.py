@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from typing import Final
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
@@ -22,9 +22,48 @@ EMPTY_BAND: Final = -MAX_BAND - 2
 """Blocks without content: reused first."""
 
 
+class NumberedBlocks:
+    """Blocks with a `retention_id` that one call has freed.
+
+    Attributes:
+        stretches: cached blocks. Those of a stretch have the same number, and follow each other in the queue
+            and in the list of the call.
+        without_content: the others, at the front of the queue.
+    """
+
+    def __init__(self) -> None:
+        self.stretches: list[list[KVCacheBlock]] = []
+        self.without_content: list[KVCacheBlock] = []
+        self._starts: list[tuple[int, int]] = []
+
+    def begin_stretch(self, start: i64, num_back: i64) -> None:
+        """Cached blocks with a number, or without, follow from this place of the list on.
+
+        Args:
+            num_back: how many blocks the call has put at the back of the queue by then.
+        """
+        self._starts.append((start, num_back))
+
+    def cut(self, listed: list[KVCacheBlock], num_back: i64) -> None:
+        """Take the stretches out of the list of the call, which has put so many at the back of the queue."""
+        end: int = num_back
+        for start, num_before in reversed(self._starts):
+            if listed[start].retention_id != 0:
+                self.stretches.append(listed[start : start + end - num_before])
+            end = num_before
+        self.stretches.reverse()
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Placement:
-    """Chooses the bands of blocks that become free. A pool has one or none: `BlockPool.open_bands`."""
+    """Chooses the bands of blocks that become free. A pool has one or none: `BlockPool.open_bands`.
+
+    Attributes:
+        reads_numbers: only blocks with a `retention_id` are placed, the same number at the same place. Where
+            the pool can tell them, it calls `place_numbered` instead of `place`.
+    """
+
+    reads_numbers: bool = False
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Move those of these blocks that became free to their bands, by `BlockPool.move_to_band`.
@@ -35,6 +74,10 @@ class Placement:
         Args:
             freed: blocks that lost a reference, in the order of the call. Some may still be in use.
         """
+        raise NotImplementedError
+
+    def place_numbered(self, freed: NumberedBlocks) -> None:
+        """As `place`, if `reads_numbers` says so. Not called for calls that free no such blocks."""
         raise NotImplementedError
 
     def note_reset(self) -> None:

@@ -1,19 +1,28 @@
 """Dropping references: `free_blocks`, `unpin_blocks`."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
-from mypy_extensions import i64
+from mypy_extensions import i32, i64
 
 from kv_pool.core.arguments import as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_checks import check_ours, raise_typed
+from kv_pool.core.eviction_order import NumberedBlocks
 from kv_pool.core.pool_state import NOTHING, UNDO_FREEING, WATCHING, PoolState, ReuseWatcher
 from kv_pool.errors import InvalidBlockError, InvalidTypeError, KVPoolError
 
+_NO_NUMBER: Final = -(2**31)
 
-def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
-    """See `BlockPool.free_blocks`; empties the list in the same step, if asked to."""
+
+def free_all(
+    pool: PoolState, listed: list[KVCacheBlock], empties: bool, numbered: NumberedBlocks | None = None
+) -> None:
+    """See `BlockPool.free_blocks`; empties the list in the same step, if asked to.
+
+    Args:
+        numbered: gets the freed blocks with a `retention_id`; None for nothing.
+    """
     if pool._unfinished != NOTHING:
         pool._recover()
     owner = pool.block_owner
@@ -24,48 +33,67 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
     back_first: KVCacheBlock | None = None
     back_last: KVCacheBlock | None = None
     num_front: i64 = 0
-    num_back: i64 = 0
+    num_elsewhere: i64 = 0  # neither at the front nor at the back
     foreign: list[KVCacheBlock] | None = None
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
     num_done: i64 = 0
+    # Of the block before, if it went to the back; each block with another one is looked at closer.
+    number: i32 = 0 if caching else _NO_NUMBER
     is_freed = False
     try:
         for block in listed:
             if block.is_null:
                 num_done += 1
+                num_elsewhere += 1
+                number = _NO_NUMBER
                 continue
             if block.owner is not owner and block.owner is not None:
                 if foreign is None:
                     foreign = []
                 foreign.append(block)
                 num_done += 1
+                num_elsewhere += 1
+                number = _NO_NUMBER
                 continue
             ref_cnt = block.ref_cnt - 1
-            if ref_cnt < 0 and block.owner is not None:
-                raise InvalidBlockError(
-                    f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
-                    "Was it freed twice?"
-                )
-            block.ref_cnt = ref_cnt
-            num_done += 1
             if ref_cnt != 0:
+                if ref_cnt < 0 and block.owner is not None:
+                    raise InvalidBlockError(
+                        f"block {block.block_id} is free; free_blocks() takes blocks that are in use. "
+                        "Was it freed twice?"
+                    )
+                block.ref_cnt = ref_cnt
+                num_done += 1
+                num_elsewhere += 1
+                number = _NO_NUMBER
                 continue
-            if block.key is None or not caching:
-                if front_last is None:
-                    front_first = block
-                else:
-                    front_last.next_free_block = block
-                    block.prev_free_block = front_last
-                front_last = block
-                num_front += 1
+            block.ref_cnt = 0
+            num_done += 1
+            if block.key is None or block.retention_id != number:
+                if block.key is None or not caching:
+                    if front_last is None:
+                        front_first = block
+                    else:
+                        front_last.next_free_block = block
+                        block.prev_free_block = front_last
+                    front_last = block
+                    num_front += 1
+                    number = _NO_NUMBER
+                    if block.retention_id != 0 and numbered is not None:
+                        numbered.without_content.append(block)
+                    continue
+                number = block.retention_id
+                if numbered is not None:
+                    numbered.begin_stretch(num_done - 1, num_done - 1 - num_front - num_elsewhere)
+            if back_last is None:
+                back_first = block
             else:
-                if back_last is None:
-                    back_first = block
-                else:
-                    back_last.next_free_block = block
-                    block.prev_free_block = back_last
-                back_last = block
-                num_back += 1
+                back_last.next_free_block = block
+                block.prev_free_block = back_last
+            back_last = block
+        num_back = num_done - num_front - num_elsewhere
+        if numbered is not None:
+            numbered.cut(listed, num_back)
         if foreign is not None:
             by_pool = group_by_pool(foreign)
         pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
@@ -90,11 +118,17 @@ def free_all(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None
 def free_and_place(pool: PoolState, listed: list[KVCacheBlock], empties: bool) -> None:
     """As `free_all`; the pool's placement moves the blocks to their bands."""
     placement = pool._placement
-    freed = listed.copy()
     assert placement is not None
     try:
-        free_all(pool, listed, empties)
-        placement.place(freed)
+        if placement.reads_numbers:
+            numbered = NumberedBlocks()
+            free_all(pool, listed, empties, numbered)
+            if numbered.stretches or numbered.without_content:
+                placement.place_numbered(numbered)
+        else:
+            freed = listed.copy()
+            free_all(pool, listed, empties)
+            placement.place(freed)
     except BaseException as error:
         if not isinstance(error, KVPoolError):
             placement.recover()

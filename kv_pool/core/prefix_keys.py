@@ -5,6 +5,7 @@ from typing import Any
 from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block_keys import group_suffix
 from kv_pool.core.evicting import drop_keys, evict
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidBlockError
@@ -134,3 +135,26 @@ def insert_key(
         block._next_cached_id = -1
         if block.retention_id > 0:
             block.retention_id = -block.retention_id
+
+
+def are_sole_holders(
+    pool: PoolState, blocks: list[KVCacheBlock], last_hash: BlockHash, block_size: int, group_id: int
+) -> bool:
+    """Return True if `find_cached_prefix` is sure to find these blocks of a table.
+
+    Args:
+        blocks: the first ones of the table, at least one; they were cached as such.
+        last_hash: that of the last block, which stands for those before it.
+    False as well where only a look at the prefix map would tell. O(len(blocks)), without such a look.
+    """
+    cache = pool.cached_block_hash_to_block
+    if pool.cached_block_hashes_by_block or cache._num_keys != len(cache._cache):
+        return False
+    step: i32 = block_size
+    num_tokens: i32 = 0
+    for block in blocks:
+        num_tokens += step
+        if block._next_cached_id < 0 or block.num_key_tokens != num_tokens:
+            return False
+    is_last: bool = blocks[-1].key == last_hash + group_suffix(group_id)
+    return is_last

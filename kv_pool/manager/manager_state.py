@@ -67,7 +67,8 @@ class ManagerState:
         if retention is not None:
             if retention.block_pool is not block_pool:
                 raise InvalidArgumentError("the retention was made for another pool than the manager's")
-            retention.attach([spec.block_size if spec.is_cacheable else 0 for spec in specs])
+            block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in specs]
+            retention.attach(block_sizes, self._tables)
         # What an interrupted call leaves for `recover`: a request's tables, whether all their blocks go, and
         # blocks with a reference that no table has.
         self._unsettled: list[BlockTable] | None = None

@@ -291,6 +291,41 @@ def test_a_placement_is_called_with_what_lost_a_reference(pool_type):
     check(pool)
 
 
+class ByNumber(ByHash):
+    """Keeps what it is to place by number."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self.reads_numbers = True
+        self.placed_numbers = []
+
+    def place_numbered(self, freed):
+        self.placed_numbers.append(([ids(one) for one in freed.stretches], ids(freed.without_content)))
+
+
+def test_a_placement_that_reads_numbers_is_called_with_stretches_of_equal_ones():
+    pool = make_pool("free: 12 | in use: 1* 2* 3* 4*x2 5* 6 7* 8* 9 10* 11*")
+    pool.placement = ByNumber(pool)
+    pool.open_bands(pool.placement)
+    for block_id, number in {1: 7, 2: 7, 3: -2, 4: 7, 5: 7, 6: 7, 7: 7, 10: 3, 11: 3}.items():
+        pool.blocks[block_id].retention_id = number
+    null = pool.null_block
+    pool.free_out_of(
+        [*blocks(pool, 1, 2, 3, 5, 4, 7, 6, 8), null, *blocks(pool, 9, 10), null, pool.blocks[11]]
+    )
+    assert pool.placement.placed_numbers == [([[1, 2], [3], [5], [7], [10], [11]], [6])]
+    assert state(pool) == "free: 6 9 12 1* 2* 3* 5* 7* 8* 10* 11* | in use: 4*"
+    cache(pool, *pool.get_new_blocks(1))
+    pool.free_blocks(blocks(pool, 6))
+    assert len(pool.placement.placed_numbers) == 2
+    pool.blocks[6].retention_id = 0
+    pool.touch(blocks(pool, 6, 8))
+    pool.free_blocks(blocks(pool, 6, 8))
+    assert len(pool.placement.placed_numbers) == 2
+    assert pool.placement.placed == []
+    check(pool)
+
+
 def test_a_pool_has_one_placement():
     pool = make_banded()
     with pytest.raises(InvalidArgumentError, match="the pool has a placement already: "):

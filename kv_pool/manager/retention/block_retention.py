@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, SupportsIndex
 
-from mypy_extensions import i32
-
 from kv_pool.core.arguments import as_int, as_list_of, check_number, check_type, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Deadlines
@@ -12,6 +10,7 @@ from kv_pool.core.eviction_order import EMPTY_BAND
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim, is_pin
@@ -20,7 +19,7 @@ from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.manager.retention.pins import Pins
 from kv_pool.manager.retention.placed_claims import PlacedClaims
 from kv_pool.manager.retention.request_directives import RequestDirectives
-from kv_pool.manager.retention.segments import find_cached
+from kv_pool.manager.retention.segments import find_cached, find_in_tables
 from kv_pool.manager.retention.sessions import Session, Sessions
 
 
@@ -87,6 +86,7 @@ class BlockRetention:
         self._deadlines: Deadlines = self._placed.deadlines
         self._pins: Pins = self._placed.pins
         self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size, self._pins)
+        self._tables: dict[str, list[BlockTable]] = {}
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
@@ -241,29 +241,22 @@ class BlockRetention:
             raise InvalidArgumentError(f"a session can not be kept until {until}: it is {now} now")
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidArgumentError(f"the priority is {priority}; it goes from 0 to {MAX_PRIORITY}")
-        blocks: list[KVCacheBlock] = []
-        for group_id, block_size in enumerate(self._directives.block_sizes):
-            blocks += find_cached(self.block_pool, request, group_id, block_size, 0, None)
-        if self.block_pool.cached_block_hashes_by_block:  # one may be found under several keys
-            blocks = list(dict.fromkeys(blocks))
+        block_sizes = self._directives.block_sizes
+        tables = self._tables.get(request.request_id)
+        blocks = None if tables is None else find_in_tables(self.block_pool, request, tables, block_sizes)
+        is_in_use = blocks is not None
+        if blocks is None:
+            blocks = []
+            for group_id, block_size in enumerate(block_sizes):
+                blocks += find_cached(self.block_pool, request, group_id, block_size, 0, None)
+            if self.block_pool.cached_block_hashes_by_block:  # one may be found under several keys
+                blocks = list(dict.fromkeys(blocks))
         session = Session(session_id, until, priority, blocks)
-        if blocks:
-            claim = session.claim
-            new_claims: list[tuple[Claim, ...]] = []
-            before: tuple[Claim, ...] = NO_CLAIMS
-            after = claim.alone
-            last_id: i32 = 0
-            for block in blocks:
-                if block.retention_id != last_id:
-                    last_id = block.retention_id
-                    claims = self._records.get_claims(block)
-                    if claims is not before:
-                        before = claims
-                        left = [old for old in claims if old.until > now]
-                        after = (*left, claim) if left else claim.alone
-                new_claims.append(after)
-            self._placed.change(blocks, new_claims, False)
         try:
+            if is_in_use:
+                self._placed.add(blocks, session.claim.alone, now)
+            else:
+                self._placed.change(blocks, session.list_claims(self._records, now), False)
             if blocks or session_id in self._sessions.by_id:
                 one_too_many = self._sessions.find_one_to_end(session_id)
                 if one_too_many is not None:
@@ -330,12 +323,16 @@ class BlockRetention:
 
     # ---- for the manager ---------------------------------------------------------------------------
 
-    def attach(self, block_sizes: Sequence[int]) -> None:
+    def attach(self, block_sizes: Sequence[int], tables: dict[str, list[BlockTable]]) -> None:
         """Set the block size of each group of the manager, in tokens; 0 for a group that is not cached.
 
         Called once, before there are directives.
+
+        Args:
+            tables: those of the manager's requests, by request id and group; live.
         """
         self._directives.block_sizes = tuple(block_sizes)
+        self._tables = tables
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""

@@ -4,7 +4,7 @@ from mypy_extensions import i32, i64
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Ending
-from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, Claim
+from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claim
 
 
 class Record(Ending):
@@ -253,3 +253,50 @@ class ClaimRecords:
             record.blocks = []
             self._records[record.retention_id] = None
             self._unused.append(record.retention_id)
+
+
+class AddedClaims:
+    """Claims that are added to those of blocks in use, which come in stretches with equal ones.
+
+    Kept out of the loop over the blocks, which is faster the less it has at hand.
+
+    Attributes:
+        any_pins: a block has got a pin, or a record with one.
+    """
+
+    def __init__(self, records: ClaimRecords, claims: tuple[Claim, ...], now: float) -> None:
+        self._records: ClaimRecords = records
+        self._claims: tuple[Claim, ...] = claims
+        self._now: float = now
+        self._old: Record | None = None
+        self._record: Record | None = None
+        self.any_pins: bool = False
+
+    def begin(self, block: KVCacheBlock) -> i32:
+        """Return the number that this block and those behind it with its number are to get."""
+        records = self._records
+        self._old = records.find(block)
+        claims_before = records.get_claims(block)
+        claims = claims_before
+        for old in claims_before:
+            if old.until <= self._now:
+                claims = tuple([claim for claim in claims_before if claim.until > self._now])
+                break
+        for claim in self._claims:
+            if not claim.is_session:
+                claims = add_claim(claims, claim)
+            else:
+                claims = (*claims, claim) if claims else claim.alone
+        if claims is claims_before:
+            self._record = None
+            return block.retention_id
+        record = records.share(claims)
+        self._record = record
+        self.any_pins = self.any_pins or record.strength == PINNED
+        return record.retention_id
+
+    def end(self, num_put: i64) -> None:
+        """Count the blocks of a stretch that have got the number."""
+        if self._record is not None:
+            self._records.count_put(self._record, self._old, num_put)
+            self._record = None

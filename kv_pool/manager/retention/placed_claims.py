@@ -9,11 +9,17 @@ from kv_pool.contiguous.run_index import note_moved
 from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Deadlines
-from kv_pool.core.eviction_order import DEFAULT_BAND, EXPIRED_BAND, EvictionOrder, Placement
+from kv_pool.core.eviction_order import (
+    DEFAULT_BAND,
+    EXPIRED_BAND,
+    EvictionOrder,
+    NumberedBlocks,
+    Placement,
+)
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, add_claim, is_pin, list_live
-from kv_pool.manager.retention.claim_records import ClaimRecords, Record
+from kv_pool.manager.retention.claim import EXPIRED, NO_CLAIMS, PINNED, Claim, is_pin, list_live
+from kv_pool.manager.retention.claim_records import AddedClaims, ClaimRecords, Record
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY
 from kv_pool.manager.retention.pins import Pins
 
@@ -36,6 +42,7 @@ class PlacedClaims(Placement):
     """
 
     def __init__(self, block_pool: BlockPoolCore, clock: Callable[[], float], max_pinned_blocks: int) -> None:
+        self.reads_numbers = True
         self._pool: BlockPoolCore = block_pool
         self._order: EvictionOrder = block_pool.eviction_order
         self._run_pool: RunPoolCore | None = block_pool if isinstance(block_pool, RunPoolCore) else None
@@ -54,6 +61,22 @@ class PlacedClaims(Placement):
             return
         try:
             self._place(freed)
+        except BaseException:
+            self.recover()
+            raise
+
+    def place_numbered(self, freed: NumberedBlocks) -> None:
+        """As `place`."""
+        if self._is_moving:
+            return
+        try:
+            for blocks in freed.stretches:
+                if blocks[0].retention_id > 0:
+                    self._place_stretch(blocks)
+                else:
+                    self._drop_stretch(blocks)
+            if freed.without_content:
+                self._drop_stretch(freed.without_content)
         except BaseException:
             self.recover()
             raise
@@ -94,50 +117,38 @@ class PlacedClaims(Placement):
             self.recover()
             raise
 
-    def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
-        """Add claims to those on the cached ones of these blocks, which are in use."""
-        records = self.records
+    def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...], now: float = -NEVER) -> None:
+        """Add claims to those on the cached ones of these blocks, which are in use.
+
+        Args:
+            now: sessions that have ended by then lose their claims on these blocks.
+        """
+        added = AddedClaims(self.records, claims, now)
         last_id: i32 = _NO_ID
-        new_id: i32 = 0
-        old: Record | None = None
-        record: Record | None = None
-        notes_pins = False
+        new_id: i32 = _NO_ID
         num_put: i64 = 0
         for block in blocks:
             if block.key is None:  # null blocks have none, too
                 continue
-            retention_id = block.retention_id
-            if retention_id != last_id:
-                if record is not None:
-                    records.count_put(record, old, num_put)
-                last_id = retention_id
+            if block.retention_id != last_id:
+                added.end(num_put)
+                last_id = block.retention_id
                 num_put = 0
-                old = records.find(block)
-                claims_before = records.get_claims(block)
-                new_claims = claims_before
-                for claim in claims:
-                    new_claims = add_claim(new_claims, claim)
-                record = None
-                if new_claims is not claims_before:
-                    record = records.share(new_claims)
-                    new_id = record.retention_id
-                    notes_pins = len(self.pins.blocks) > 0 or record.strength == PINNED
-            if record is not None:
-                if notes_pins:
-                    self.pins.note(block, record.claims)
+                new_id = added.begin(block)
+            if new_id != last_id:
                 block.retention_id = new_id
                 num_put += 1
-        if record is not None:
-            records.count_put(record, old, num_put)
+        added.end(num_put)
+        if added.any_pins or self.pins.blocks:
+            for block in blocks:
+                self.pins.note(block, self.records.get_claims(block))
 
     def _cover(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
         """Replace the claims on blocks in use; without any they are removed."""
         if not blocks:
             return
         if not claims:
-            for block in blocks if self.pins.blocks else ():
-                self.pins.drop(block)
-            self.records.drop_stretch(blocks)
+            self._drop_stretch(blocks)
             return
         record = self.records.share(claims)
         if self.pins.blocks or record.strength == PINNED:
@@ -342,6 +353,13 @@ class PlacedClaims(Placement):
         """Remove the claims on a block, void or not."""
         self.pins.drop(block)
         self.records.drop(block)
+
+    def _drop_stretch(self, blocks: list[KVCacheBlock]) -> None:
+        """As `_drop`, for blocks that come in stretches with equal claims."""
+        if self.pins.blocks:
+            for block in blocks:
+                self.pins.drop(block)
+        self.records.drop_stretch(blocks)
 
     def _make_change(
         self, blocks: list[KVCacheBlock], new_claims: list[tuple[Claim, ...]], restarts: bool

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.prefix_keys import are_sole_holders
+from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.claim import NO_CLAIMS, Claim, add_claim
 
@@ -72,4 +74,29 @@ def find_cached(
         blocks = pool.get_cached_block(ours[index], group_ids)
         if blocks is not None:
             found.append(blocks[0])
+    return found
+
+
+def find_in_tables(
+    pool: BlockPoolCore,
+    request: SchedulableRequest,
+    tables: list[BlockTable],
+    block_sizes: tuple[int, ...],
+) -> list[KVCacheBlock] | None:
+    """As `find_cached` for all tokens and groups, if all of that is in the request's own tables; or None."""
+    hashes = request.block_hashes
+    found: list[KVCacheBlock] = []
+    for group_id, block_size in enumerate(block_sizes):
+        stride = block_size // pool.hash_block_size
+        if stride < 1:
+            continue
+        num_blocks = min(tables[group_id].num_cached_blocks, len(hashes) // stride)
+        if num_blocks == 0:
+            return None
+        blocks = tables[group_id].blocks[:num_blocks]
+        if not are_sole_holders(pool, blocks, hashes[num_blocks * stride - 1], block_size, group_id):
+            return None
+        if find_cached(pool, request, group_id, block_size, num_blocks * block_size, None):
+            return None
+        found += blocks
     return found

@@ -1,8 +1,10 @@
 """`Session`: a conversation between two turns."""
 
+from mypy_extensions import i32
+
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Ending
-from kv_pool.manager.retention.claim import Claim
+from kv_pool.manager.retention.claim import NO_CLAIMS, Claim
 from kv_pool.manager.retention.claim_records import ClaimRecords
 
 
@@ -21,6 +23,23 @@ class Session(Ending):
         self.session_id: str = session_id
         self.claim: Claim = Claim(priority, NEVER, until, True)
         self.blocks: list[KVCacheBlock] = blocks
+
+    def list_claims(self, records: ClaimRecords, now: float) -> list[tuple[Claim, ...]]:
+        """Return the claims of each of its blocks, with its own, and without those of ended sessions."""
+        listed: list[tuple[Claim, ...]] = []
+        before: tuple[Claim, ...] = NO_CLAIMS
+        after = self.claim.alone
+        last_id: i32 = 0
+        for block in self.blocks:
+            if block.retention_id != last_id:
+                last_id = block.retention_id
+                claims = records.get_claims(block)
+                if claims is not before:
+                    before = claims
+                    left = [old for old in claims if old.until > now]
+                    after = (*left, self.claim) if left else self.claim.alone
+            listed.append(after)
+        return listed
 
 
 class Sessions:

@@ -309,6 +309,40 @@ def test_a_session_is_kept_for_its_next_turn():
     assert not bench.retention.is_active
 
 
+def test_a_session_that_is_kept_before_the_request_is_freed_is_about_the_blocks_that_are_hit():
+    bench = Bench(8)
+    first = bench.start("first", prompt(1, 2))
+    twin = Request("twin", prompt(1, 2), HASHER)
+    bench.manager.allocate_slots(twin, twin.num_tokens)  # without a look for hits
+    other = bench.start("other", prompt(2, 2))
+    assert bench.retention.keep_session("chat", twin, until=200.0) == 2
+    assert bench.retention.keep_session("more", other, until=200.0) == 2
+    for request in (first, twin, other):
+        bench.manager.free(request)
+        bench.check()
+    assert state(bench.pool) == "free: 7 8 4* 3* 2* 1* 6* 5*"
+    assert bench.retention.num_kept == 4
+    assert bench.retention.end_session("chat")
+    assert bench.retention.num_kept == 2
+    bench.check()
+
+
+def test_a_session_is_about_the_tokens_of_the_request_not_about_its_id():
+    bench = Bench(8)
+    bench.run("gone", prompt(1, 2))
+    running = bench.start("r", prompt(2, 2))
+    assert bench.retention.keep_session("chat", Request("r", prompt(1, 2), HASHER), until=200.0) == 2
+    bench.manager.free(running)
+    assert state(bench.pool) == "free: 5 6 7 8 4* 3* 2* 1*"
+    grown = bench.start("s", [*prompt(2, 2), 5])
+    bench.run("t", prompt(2, 3))
+    longer = Request("s", prompt(2, 3), HASHER)
+    assert bench.retention.keep_session("more", longer, until=200.0) == 3
+    bench.manager.free(grown)
+    assert bench.retention.num_kept == 5
+    bench.check()
+
+
 def test_a_session_ends_at_its_deadline_or_when_it_is_told_to():
     bench = Bench(6)
     first = bench.run("a", prompt(1, 2))
@@ -350,9 +384,10 @@ def test_a_session_that_can_not_be_kept_changes_nothing():
 
 def test_sessions_do_not_pile_up_on_a_block_that_is_always_in_use():
     bench = Bench(6, max_sessions=3)
-    bench.start("always", prompt(1, 2))
+    always = bench.start("always", prompt(1, 2))
     for number in range(20):
-        bench.retention.keep_session(f"s{number}", Request("x", prompt(1, 2), HASHER), bench.clock.now + 1)
+        request = always if number % 3 else Request("x", prompt(1, 2), HASHER)
+        bench.retention.keep_session(f"s{number}", request, bench.clock.now + 1)
         bench.clock.now += 1
     assert {len(record.claims) for record in bench.retention._records.list_records()} == {1}
 

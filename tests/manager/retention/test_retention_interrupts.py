@@ -118,6 +118,9 @@ RETENTION_CALLS = {
         bench.requests["pinned"], [RetentionDirective(0, 12)]
     ),
     "a session kept": lambda bench: bench.retention.keep_session("two", bench.requests["low"], 140.0),
+    "a session kept of a running request": lambda bench: bench.retention.keep_session(
+        "two", bench.requests["running"], 140.0
+    ),
     "a session kept again": lambda bench: bench.retention.keep_session("one", bench.requests["high"], 140.0),
     "a session ended": lambda bench: bench.retention.end_session("one"),
     "claims over": end_claims,
