@@ -45,6 +45,7 @@ class AdapterNode(Node):
             on_evicted=self.note_evicted,
             on_moved=self.note_moved,
             run_length=4,
+            enable_kv_cache_events=True,
             clock=world.read_clock,
         )
         device.pool = self.gpu_pool.block_pool
@@ -218,6 +219,9 @@ class AdapterNode(Node):
 
     def draw_priority(self):
         return self.rng.choice((0, 0, 1, 2))
+
+    def take_events(self):
+        return self.gpu_pool.take_events()
 
     # ---- what is known of sequences --------------------------------------------------------------
 

@@ -6,6 +6,7 @@ References are those of tables, of pending copies and of holds; `list_held` says
 from collections import Counter
 
 import numpy as np
+from lives.router import check_router
 
 from kv_pool.adapter import invariants as adapter_invariants
 from kv_pool.manager.invariants import check_leases, check_manager
@@ -29,6 +30,8 @@ def check_node(node, movings):
     if Counter(map(id, leases)) != Counter(map(id, node.leases.list_leases())):
         raise AssertionError(f"{node.name}: {node.leases.list_leases()} are lent, not {leases}")
     check_cached(node, node.device)
+    if node.world.chance(node.events_share):
+        check_router(node)
     check_tiers(node)
     if hasattr(node, "manager"):
         check_manager_node(node, movings)

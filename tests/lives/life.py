@@ -113,6 +113,8 @@ class Life:
             node.close()
         for node in self.nodes:
             check_idle(node)
+            if self.world.chance(0.6):
+                assert node.reset_caches()
         self.world.tally["rests"] += 1
 
     def describe(self):

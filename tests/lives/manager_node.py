@@ -32,7 +32,13 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
     def __init__(self, world, name, shape, folder):
         groups = GROUPS[shape]
         super().__init__(world, name, 18 * len(groups), folder)
-        pool = RunBlockPool(self.num_blocks + 1, True, BLOCK_SIZE)
+        pool = RunBlockPool(
+            self.num_blocks + 1,
+            True,
+            BLOCK_SIZE,
+            enable_kv_cache_events=True,
+            dense_events=world.chance(0.5),
+        )
         self.retention = BlockRetention(pool, world.read_clock, self.num_blocks // 5, max_sessions=3)
         watermark = world.rng.choice((0.0, 0.05))
         self.manager = KVCacheManager(
@@ -242,8 +248,9 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
     def reset(self):
         num_free = self.manager.get_num_free_blocks() + self.retention.num_pinned
         is_idle = num_free == self.pool.num_gpu_blocks - 1
+        is_empty_on_host = not len(self.host.pool.cached_block_hash_to_block)
         is_idle_on_host = self.host.pool.get_num_free_blocks() == self.host.pool.num_gpu_blocks - 1
-        if self.world.chance(0.5):
+        if is_empty_on_host and self.world.chance(0.5):
             assert self.manager.reset_prefix_cache() == is_idle
         else:
             is_idle = is_idle and is_idle_on_host

@@ -28,10 +28,19 @@ class ManagerSwaps:
 
     def open_swaps(self):
         num_blocks = NUM_HOST_BLOCKS * len(self.groups)
-        pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE, medium="CPU")
+        pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE, medium="CPU", enable_kv_cache_events=True)
         self.host = Side(pool, num_blocks + 1)
         self.swapper = BlockSwapper(self.manager, pool)
         self.swapped, self.planned, self.loading = [], {}, {}
+
+    def take_events(self):
+        return self.swapper.take_events()
+
+    def list_pools(self):
+        return [self.pool, self.host.pool]
+
+    def reset_caches(self):
+        return self.swapper.reset_prefix_cache()
 
     # ---- opening ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import numpy as np
 from lives.contents import BLOCK_SIZE, Side
 from lives.promises import Promise, Writer
+from lives.router import Router
 
 from kv_pool import CopyFailedError
 from kv_pool.contiguous import compaction
@@ -26,6 +27,7 @@ class Node:
         touched: blocks read by a connector that has a reference and a hold, with its promise.
         watched: blocks that the connector has given back, and reads until they are reused.
         promises: what open plans, frozen tables and arriving blocks have to find, each until it is ended.
+        events_share: in how many of the steps events are taken.
         grown: blocks added to the pool, less blocks cut off.
     """
 
@@ -38,6 +40,8 @@ class Node:
         self.readers, self.writers, self.watched, self.promises, self.touched = {}, [], {}, [], {}
         self.grown = 0
         self.last_operation = ""
+        self.router = Router(world.blocks)
+        self.events_share = self.rng.choice((0.03, 1.0))
 
     def open(self, pool, site, device):
         """Set what the face has made."""
@@ -52,12 +56,25 @@ class Node:
 
     def make_tiers(self):
         world, storage = self.world, self.device.storage
-        tiers = [HostTier(world.rng.choice((4, 8, 16)), storage)]
+        tiers = [HostTier(world.rng.choice((4, 8, 16)), storage, medium="HOST")]
         if self.folder is not None:
             layout = BlockLayout.describe(storage, BLOCK_SIZE)
             tiers.append(DiskTier(self.folder / self.name, 16, layout))
         write = world.rng.choice(("back", "through"))
-        return TieredCache(self.pool, storage, tiers, write, max_prefetch_blocks=0)
+        return TieredCache(self.pool, storage, tiers, write, enable_events=True, max_prefetch_blocks=0)
+
+    # ---- events ----------------------------------------------------------------------------------
+
+    def take_events(self):
+        """Return the events since the last call."""
+        return self.pool.take_events()
+
+    def list_pools(self):
+        """Return the pools that these events are about."""
+        return [self.pool]
+
+    def reset_caches(self):
+        return self.pool.reset_prefix_cache()
 
     # ---- leases ----------------------------------------------------------------------------------
 
@@ -226,7 +243,7 @@ class Node:
             self.grow_pool(-self.grown)
         elif self.grown > 0:
             if self.watched:  # they would stay where they are
-                assert self.pool.reset_prefix_cache()
+                assert self.reset_caches()
             self.shrink_pool(self.grown)
         self.grown = 0
 
