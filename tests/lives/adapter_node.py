@@ -378,8 +378,13 @@ class AdapterNode(Node):
 
     def list_copied(self):
         """Return the cached blocks of no sequence, for a migration by block ids."""
+        return [
+            one for one in self.pool.blocks if one.block_hash is not None and self.may_copy([one.block_id])
+        ]
+
+    def may_copy(self, block_ids):
         held = {block_id for ids in self.tables.values() for block_id in ids}
-        return [one for one in self.pool.blocks if one.block_hash is not None and one.block_id not in held]
+        return held.isdisjoint(block_ids)
 
     def run(self, scheduled):
         """Flush, as a step without tokens does: see `ManagerNode.run`."""
@@ -389,7 +394,7 @@ class AdapterNode(Node):
         return sequence.number
 
     def has_sequence(self, sequence):
-        return sequence in self.tables
+        return sequence.number in self.gpu_pool.list_sequences()
 
     def begin_leaving(self, sequence):
         del self.running[sequence]

@@ -1,9 +1,8 @@
-"""Planted omissions of events: what is stored, removed or reset, and not announced, or in another order."""
+"""Planted omissions of events: what is stored or removed, and not announced, or announced with gaps."""
 
 from lives.omissions import Omission
 
 from kv_pool import BlockStored
-from kv_pool.manager.swap.swapper import BlockSwapper
 
 EVICTING = "kv_pool.core.evicting"
 EVENTS = "kv_pool.tiers.tier_events"
@@ -41,14 +40,6 @@ def drop_arrivals(original):
         queue[num_before:] = [event for event in queue[num_before:] if not isinstance(event, BlockStored)]
 
     return insert_keys
-
-
-def ignore_resets(original):
-    def take_events(swapper: BlockSwapper):
-        swapper._resets.clear()
-        return original(swapper)
-
-    return take_events
 
 
 def forget_parent(original):
@@ -90,13 +81,6 @@ EVENT_OMISSIONS = [
         "kv_pool.migration.pool_site",
         "insert_keys",
         drop_arrivals,
-    ),
-    Omission(
-        "events before a reset come after it",
-        "manager",
-        "kv_pool.manager.swap.swapper",
-        "BlockSwapper.take_events",
-        ignore_resets,
     ),
     Omission("an event has no parent", "manager", "kv_pool.core.caching", "make_stored", forget_parent),
 ]

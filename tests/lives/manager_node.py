@@ -4,6 +4,7 @@ from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
 from lives.manager_loads import ManagerLoads
 from lives.manager_swaps import ManagerSwaps
 from lives.node import Node, count_filled
+from lives.router import check_router
 
 from kv_pool import FullAttentionSpec, KVCacheManager, SlidingWindowSpec
 from kv_pool.contiguous import compaction
@@ -218,7 +219,8 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         ]
         if not blocks:
             return None
-        block = self.rng.choice(blocks)
+        lent = self.lending.list_copied()
+        block = self.rng.choice([one for one in blocks if one in lent] or blocks)
         block_id = block.block_id
         self.corrupt(block)
         for opened in self.planned.values():
@@ -251,6 +253,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         is_empty_on_host = not len(self.host.pool.cached_block_hash_to_block)
         is_idle_on_host = self.host.pool.get_num_free_blocks() == self.host.pool.num_gpu_blocks - 1
         if is_empty_on_host and self.world.chance(0.5):
+            check_router(self)  # events of the host that come after this reset would be taken before it
             assert self.manager.reset_prefix_cache() == is_idle
         else:
             is_idle = is_idle and is_idle_on_host
@@ -335,6 +338,9 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         """Return the cached blocks, for a migration by block ids."""
         return [block for block in self.pool.blocks if block.block_hash is not None]
 
+    def may_copy(self, block_ids):
+        return True
+
     def begin_leaving(self, sequence):
         self.running.remove(sequence)
         self.leaving.append(sequence)
@@ -368,7 +374,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
             self.preempt: 0.5 if self.running else 0,
             self.abort_before_step: 0.5 if self.running else 0,
             self.refuse_leaving: 0.3 if self.leaving else 0,
-            self.report: 0.7,
+            self.report: 4 if self.lending.list_copied() else 0.7,
             self.evict: 0.5,
             self.reset: 0.3,
             self.keep: 3,

@@ -2,6 +2,7 @@
 
 import numpy as np
 from lives.contents import BLOCK_SIZE, Side
+from lives.lending import Lending
 from lives.promises import Promise, Writer
 from lives.router import Router
 
@@ -28,6 +29,7 @@ class Node:
         watched: blocks that the connector has given back, and reads until they are reused.
         promises: what open plans, frozen tables and arriving blocks have to find, each until it is ended.
         events_share: in how many of the steps events are taken.
+        holding: pulls that hold what has arrived, or did.
         grown: blocks added to the pool, less blocks cut off.
     """
 
@@ -38,6 +40,7 @@ class Node:
         self.num_blocks = num_blocks
         self.folder = folder
         self.readers, self.writers, self.watched, self.promises, self.touched = {}, [], {}, [], {}
+        self.holding = []
         self.grown = 0
         self.last_operation = ""
         self.router = Router(world.blocks)
@@ -47,6 +50,7 @@ class Node:
         """Set what the face has made."""
         self.pool, self.site, self.device = pool, site, device
         self.leases = site.leases
+        self.lending = Lending(self)
         self.defragmenter = Defragmenter(
             self, interval_s=1.0, max_moves=2, max_evictions=1, clock=self.world.read_clock
         )
@@ -109,11 +113,13 @@ class Node:
             self.rng.choice(readers).extend(self.world.now + 4.0)
 
     def list_readers(self):
-        """Return the leases to read that no migration gives back."""
-        return [lease for lease in self.readers if lease.holder != "the target"]
+        """Return the leases to read that do not belong to a migration."""
+        return [lease for lease in self.readers if lease.holder == "a reader"]
 
     def expire(self):
         """End leases to read that are overdue; leases to write are quarantined."""
+        if self.world.chance(0.3):
+            self.lending.expire()
         for lease in self.leases.expire():
             assert lease.deadline <= self.world.now
             self.world.tally["expired", lease.kind.name] += 1
@@ -136,7 +142,8 @@ class Node:
         writer.end()
 
     def begin_writing(self, blocks, holder):
-        return Writer(self, blocks, self.world.now + self.rng.choice((1.0, 4.0, 20.0)), holder)
+        deadline = self.world.now + self.rng.choice((1.0, 4.0, 20.0))
+        return Writer(self, self.leases.lend(blocks, deadline, holder, LeaseKind.WRITE))
 
     def write_late(self, writer):
         """Let a transfer go on alone, after its migration was broken off."""
@@ -145,6 +152,19 @@ class Node:
             for block_id in self.rng.sample(list(writer.rows), min(3, len(writer.rows)))
             for slot in range(BLOCK_SIZE)
         ]
+
+    # ---- migrations ------------------------------------------------------------------------------
+
+    def release_held(self):
+        """Release what a pull holds."""
+        if self.holding:
+            pull = self.holding.pop(self.rng.randrange(len(self.holding)))
+            self.readers.pop(pull.held, None)
+            pull.release()
+            assert not pull.is_holding()
+
+    def deliver_late(self):
+        return self.lending.deliver_late() if self.lending.late else None
 
     # ---- reuse watchers --------------------------------------------------------------------------
 
@@ -288,6 +308,8 @@ class Node:
             self.extend: 0.5 if self.readers else 0,
             self.expire: 2 if self.readers or self.writers else 0,
             self.write: 5 if self.writers else 0,
+            self.release_held: 0.5 if self.holding else 0,
+            self.deliver_late: 1 if self.lending.late else 0,
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
@@ -295,6 +317,8 @@ class Node:
 
     def close_common(self):
         """End all readers, writers and connectors."""
+        while self.holding:
+            self.release_held()
         while self.readers:
             self.give_back()
         while self.writers:

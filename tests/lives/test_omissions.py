@@ -1,6 +1,7 @@
 """A life finds each planted omission, in a bounded number of steps. Only plain sources can be patched."""
 
 import pytest
+from lives.doubt_omissions import DOUBT_OMISSIONS
 from lives.event_omissions import EVENT_OMISSIONS
 from lives.life import Life
 from lives.omissions import OMISSIONS
@@ -28,7 +29,9 @@ def find(omission, monkeypatch, folder):
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled classes cannot be patched")
-@pytest.mark.parametrize("omission", [*OMISSIONS, *EVENT_OMISSIONS], ids=lambda omission: omission.name)
+@pytest.mark.parametrize(
+    "omission", [*OMISSIONS, *EVENT_OMISSIONS, *DOUBT_OMISSIONS], ids=lambda omission: omission.name
+)
 def test_a_life_finds_a_planted_omission(monkeypatch, tmp_path, omission):
     error, num_steps = find(omission, monkeypatch, tmp_path)
     assert error is not None, f"not found in {num_steps} steps"
