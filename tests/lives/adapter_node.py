@@ -51,8 +51,7 @@ class AdapterNode(Node):
         device.pool = self.gpu_pool.block_pool
         site = PoolSite(PoolSequences(self.gpu_pool), hasher=HASHER, clock=world.read_clock)
         self.open(device.pool, site, device)
-        self.cache = self.make_tiers()
-        self.cache.note_block_size(0, BLOCK_SIZE)
+        self.open_tiers()
 
     # ---- sequences -------------------------------------------------------------------------------
 
@@ -332,6 +331,10 @@ class AdapterNode(Node):
         if self.loading:
             return self.free(self.rng.choice(list(self.loading)))
         return None
+
+    def open_tiers(self):
+        super().open_tiers()
+        self.cache.note_block_size(0, BLOCK_SIZE)
 
     # ---- other ids -------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class Life:
         self.world.is_calm = False
         for node in self.nodes:
             check_idle(node)
-            if self.world.chance(0.6):
+            if self.world.chance(0.2):
                 assert node.reset_caches()
         self.world.tally["rests"] += 1
 

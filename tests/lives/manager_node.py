@@ -55,8 +55,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         self.groups = [
             make_group(spec, pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
         ]
-        self.cache = self.make_tiers()
-        self.read_back = TierReadBack(self.manager, self.cache)
+        self.open_tiers()
         self.open_swaps()
         self.waiting, self.running, self.leaving = [], [], []
         self.pinned_keys = []
@@ -294,6 +293,10 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
             duration_s=self.rng.choice((None, 2.0, 9.0)),
             pin=may_pin and self.world.chance(0.2),
         )
+
+    def open_tiers(self):
+        super().open_tiers()
+        self.read_back = TierReadBack(self.manager, self.cache)
 
     # ---- for moves, leases and migrations --------------------------------------------------------
 

@@ -4,6 +4,7 @@ import numpy as np
 from lives.contents import BLOCK_SIZE, Side
 from lives.lending import Lending
 from lives.promises import Promise, Writer
+from lives.restarts import Restarts
 from lives.router import Router
 
 from kv_pool import CopyFailedError
@@ -11,15 +12,11 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.leases import LeaseKind
-from kv_pool.storage.block_layout import BlockLayout
-from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tiered_cache import TieredCache
 
 NUM_SPARE = 3
 
 
-class Node:
+class Node(Restarts):
     """A pool with its bytes, and the companions that both faces have.
 
     Attributes:
@@ -57,15 +54,6 @@ class Node:
 
     def make_device(self, pool):
         return Side(pool, self.num_blocks + NUM_SPARE + 1)
-
-    def make_tiers(self):
-        world, storage = self.world, self.device.storage
-        tiers = [HostTier(world.rng.choice((4, 8, 16)), storage, medium="HOST")]
-        if self.folder is not None:
-            layout = BlockLayout.describe(storage, BLOCK_SIZE)
-            tiers.append(DiskTier(self.folder / self.name, 16, layout))
-        write = world.rng.choice(("back", "through"))
-        return TieredCache(self.pool, storage, tiers, write, enable_events=True, max_prefetch_blocks=0)
 
     # ---- events ----------------------------------------------------------------------------------
 
@@ -313,6 +301,7 @@ class Node:
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
+            self.restart_tiers: 0.0 if self.folder is None else 0.5,
         }
 
     def close_common(self):
