@@ -301,6 +301,7 @@ class Node(Restarts):
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
+            self.break_call: 3,
             self.restart_tiers: 0.0 if self.folder is None else 0.5,
         }
 
