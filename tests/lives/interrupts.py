@@ -17,7 +17,7 @@ class Interrupts:
         return self.rng.choice(self.list_breakable())()
 
     def list_breakable(self):
-        return [self.break_lend, self.break_give_back, self.break_expire, self.break_flush]
+        return [self.break_lend, self.break_give_back, self.break_expire, self.break_flush, self.break_forget]
 
     def interrupt(self, call):
         """Run `call`, with an exception at a random place in it. Raises what it raises itself."""
@@ -70,3 +70,10 @@ class Interrupts:
     def break_flush(self):
         self.interrupt(self.cache.flush)
         return "flush"
+
+    def break_forget(self):
+        """Forget content that no open plan is to read; some of it, or all, is still there afterwards."""
+        keys = [key for tier in self.cache.tiers for key in tier.list_keys() if key not in self.cache._held]
+        if keys:
+            self.interrupt(lambda: self.cache.forget(self.rng.sample(keys, min(3, len(keys)))))
+        return "forget"

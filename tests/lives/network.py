@@ -68,7 +68,7 @@ class Reader:
                 transfers.check_lent(transfer_id, remote_ids)
                 self.fail_sometimes()
             row = rows[source_id].copy()
-            if not world.is_calm and world.chance(0.02):
+            if not world.is_calm and world.chance(0.06):
                 row[world.rng.randrange(BLOCK_SIZE)] ^= np.uint64(1)
             writer.write_row(target_id, row)
         link.pause()

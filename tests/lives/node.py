@@ -25,6 +25,7 @@ class Node(Restarts):
         touched: blocks read by a connector that has a reference and a hold, with its promise.
         watched: blocks that the connector has given back, and reads until they are reused.
         promises: what open plans, frozen tables and arriving blocks have to find, each until it is ended.
+        break_weight: how often calls are broken off.
         events_share: in how many of the steps events are taken.
         holding: pulls that hold what has arrived, or did.
         grown: blocks added to the pool, less blocks cut off.
@@ -42,6 +43,7 @@ class Node(Restarts):
         self.last_operation = ""
         self.router = Router(world.blocks)
         self.events_share = self.rng.choice((0.03, 1.0))
+        self.break_weight = self.rng.choice((1, 12))
 
     def open(self, pool, site, device):
         """Set what the face has made."""
@@ -301,7 +303,7 @@ class Node(Restarts):
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
-            self.break_call: 3,
+            self.break_call: self.break_weight,
             self.restart_tiers: 0.0 if self.folder is None else 0.5,
         }
 

@@ -12,7 +12,7 @@ from kv_pool import COMPILED
 from kv_pool.errors import KVPoolError
 
 ALL = [*OMISSIONS, *EVENT_OMISSIONS, *DOUBT_OMISSIONS, *DISK_OMISSIONS, *INTERRUPT_OMISSIONS]
-SEEDS = range(3)
+SEEDS = range(6)
 NUM_STEPS = 1500
 
 
