@@ -23,6 +23,11 @@ class AdapterInterrupts(Interrupts):
     def settle(self):
         super().settle()
         self.gpu_pool.list_sequences()
+        # What a trace function raises behind the last call in a `with` block skips the block's exit, unlike
+        # what a signal handler raises there.
+        lock = self.gpu_pool._plain_lock
+        while lock._is_owned():
+            lock.release()
 
     def break_claim(self):
         sequence = self.world.make_sequence(self.world.draw_prompt())
