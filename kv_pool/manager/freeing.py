@@ -14,6 +14,7 @@ def free_tables(state: ManagerState, request_id: str, tables: list[BlockTable]) 
             retention = None
     try:
         state._is_leaving = True
+        state._leaving_id = request_id
         state._unsettled = tables
         del state._tables[request_id]
         for group_id, table in enumerate(tables):
@@ -29,6 +30,7 @@ def free_tables(state: ManagerState, request_id: str, tables: list[BlockTable]) 
             state.block_pool.free_out_of(blocks)
         if retention is not None:
             retention.forget_request(request_id)
+        state._leaving_id = None
         state._unsettled = None
     except BaseException:
         if state._unsettled is not None:

@@ -264,11 +264,18 @@ class BlockLeases:
             for hold, lease in self._leases.items()
             if hold.state in (HoldState.EXPIRED, HoldState.QUARANTINED) and hold not in self._reported
         ]
-        self._reported |= {lease.hold for lease in overdue if lease.state is LeaseState.QUARANTINED}
-        for lease in overdue:
-            if lease.state is LeaseState.EXPIRED:
-                self._remove(lease)
+        reported = self._reported | {lease.hold for lease in overdue if lease.state is LeaseState.QUARANTINED}
+        left = {hold: lease for hold, lease in self._leases.items() if hold.state is not HoldState.EXPIRED}
+        # No call in between: an interrupt before this leaves the leases to be reported by the next call.
+        self._leases = left
+        self._reported = reported
         self._num_overdue = num_overdue
+        self._is_unfinished = True
+        try:
+            self._rebuild()
+        except BaseException:
+            self._rebuild()
+            raise
         return sorted(overdue, key=lambda lease: lease.deadline)
 
     def list_leases(self) -> list[Lease]:

@@ -69,10 +69,11 @@ class ManagerState:
                 raise InvalidArgumentError("the retention was made for another pool than the manager's")
             block_sizes = [spec.block_size if spec.is_cacheable else 0 for spec in specs]
             retention.attach(block_sizes, self._tables)
-        # What an interrupted call leaves for `recover`: a request's tables, whether all their blocks go, and
-        # blocks with a reference that no table has.
+        # What an interrupted call leaves for `recover`: a request's tables, whether all their blocks go, the
+        # request whose directives go with them, and blocks with a reference that no table has.
         self._unsettled: list[BlockTable] | None = None
         self._is_leaving: bool = False
+        self._leaving_id: str | None = None
         self._taken: list[KVCacheBlock] = []
         self._leaving: list[KVCacheBlock] = []
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))

@@ -29,4 +29,7 @@ def recover(state: ManagerState) -> None:
         state._leaving = blocks[table.num_settled :][::-1]
         del blocks[table.num_settled :]
         pool.free_out_of(state._leaving)
+    if state._leaving_id is not None and state.retention is not None:
+        state.retention.forget_request(state._leaving_id)
+    state._leaving_id = None
     state._unsettled = None

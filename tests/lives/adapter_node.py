@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+from lives.adapter_interrupts import AdapterInterrupts
 from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
 from lives.node import Node, count_filled
 
@@ -22,7 +23,7 @@ from kv_pool.migration.pool_site import PoolSite
 NUM_BLOCKS = 20
 
 
-class AdapterNode(Node):
+class AdapterNode(AdapterInterrupts, Node):
     """A sequence is in `running`, `loading` or `leaving`, or at the other node.
 
     Attributes:
@@ -45,13 +46,13 @@ class AdapterNode(Node):
             on_evicted=self.note_evicted,
             on_moved=self.note_moved,
             run_length=4,
+            enable_kv_cache_events=True,
             clock=world.read_clock,
         )
         device.pool = self.gpu_pool.block_pool
         site = PoolSite(PoolSequences(self.gpu_pool), hasher=HASHER, clock=world.read_clock)
         self.open(device.pool, site, device)
-        self.cache = self.make_tiers()
-        self.cache.note_block_size(0, BLOCK_SIZE)
+        self.open_tiers()
 
     # ---- sequences -------------------------------------------------------------------------------
 
@@ -219,6 +220,9 @@ class AdapterNode(Node):
     def draw_priority(self):
         return self.rng.choice((0, 0, 1, 2))
 
+    def take_events(self):
+        return self.gpu_pool.take_events()
+
     # ---- what is known of sequences --------------------------------------------------------------
 
     def enter(self, where, sequence, num_computed):
@@ -329,6 +333,10 @@ class AdapterNode(Node):
             return self.free(self.rng.choice(list(self.loading)))
         return None
 
+    def open_tiers(self):
+        super().open_tiers()
+        self.cache.note_block_size(0, BLOCK_SIZE)
+
     # ---- other ids -------------------------------------------------------------------------------
 
     def defragment(self, max_evictions=0, max_moves=None, goal=None):
@@ -374,8 +382,13 @@ class AdapterNode(Node):
 
     def list_copied(self):
         """Return the cached blocks of no sequence, for a migration by block ids."""
+        return [
+            one for one in self.pool.blocks if one.block_hash is not None and self.may_copy([one.block_id])
+        ]
+
+    def may_copy(self, block_ids):
         held = {block_id for ids in self.tables.values() for block_id in ids}
-        return [one for one in self.pool.blocks if one.block_hash is not None and one.block_id not in held]
+        return held.isdisjoint(block_ids)
 
     def run(self, scheduled):
         """Flush, as a step without tokens does: see `ManagerNode.run`."""
@@ -385,7 +398,7 @@ class AdapterNode(Node):
         return sequence.number
 
     def has_sequence(self, sequence):
-        return sequence in self.tables
+        return sequence.number in self.gpu_pool.list_sequences()
 
     def begin_leaving(self, sequence):
         del self.running[sequence]

@@ -6,11 +6,14 @@ References are those of tables, of pending copies and of holds; `list_held` says
 from collections import Counter
 
 import numpy as np
+from lives.lending import OVER
+from lives.router import check_router
 
 from kv_pool.adapter import invariants as adapter_invariants
 from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.manager.swap import invariants as swap_invariants
+from kv_pool.migration import invariants as migration_invariants
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
 
@@ -29,11 +32,14 @@ def check_node(node, movings):
     if Counter(map(id, leases)) != Counter(map(id, node.leases.list_leases())):
         raise AssertionError(f"{node.name}: {node.leases.list_leases()} are lent, not {leases}")
     check_cached(node, node.device)
+    if node.world.chance(node.events_share):
+        check_router(node)
     check_tiers(node)
     if hasattr(node, "manager"):
         check_manager_node(node, movings)
     else:
         check_adapter_node(node, movings)
+    check_migrations(node, movings)
     held = Counter(block.block_id for block in list_held(node, movings))
     found = Counter(block.block_id for hold in node.pool.holds.list_holds() for block in hold.blocks)
     if held != found:
@@ -42,12 +48,34 @@ def check_node(node, movings):
         )
 
 
+def check_migrations(node, movings):
+    """Check M1 to M8, and that the source lends what its table says."""
+    pulls = [moving.pull for moving in movings if moving.target is node] + node.holding
+    of_pulls = [pull.lease for pull in pulls]
+    others = [writer.lease for writer in node.writers if writer.lease not in of_pulls]
+    lending = node.lending
+    with node.site.lock:
+        migration_invariants.check_source(lending.transfers)
+        migration_invariants.check_pulls(node.site, pulls, others)
+        migration_invariants.check_rooms(pulls)
+    lent = {transfer.message.transfer_id for transfer in lending.transfers.list_lent()}
+    assert lent == lending.departures.keys(), f"{node.name} lends something else than it says"
+    for transfer_id, departure in lending.departures.items():
+        state = lending.find_state(transfer_id)
+        if departure.lease in node.readers and state != OVER:
+            assert departure.lease.deadline == state, "the lease has another deadline"
+    leaving = [one.sequence for one in lending.departures.values() if one.sequence is not None]
+    assert set(leaving) == set(node.leaving)
+    assert sorted(node.site.list_frozen()) == sorted(map(node.get_id, leaving))
+
+
 def list_held(node, movings):
     """Return the blocks that are held, once for each hold."""
     blocks = [block for lease in node.leases.list_leases() for block in lease.blocks]
-    blocks += [block for moving in movings if moving.target is node for block in moving.list_room()]
+    blocks += [block for moving in movings if moving.target is node for block in moving.room]
     blocks += node.touched
-    blocks += list_frozen(node, movings)
+    for departure in node.lending.departures.values():
+        blocks += departure.blocks if departure.sequence is not None else []
     if hasattr(node, "manager"):
         blocks += list_planned(node)
         blocks += set(node.manager.copies._source_of.values())
@@ -55,15 +83,6 @@ def list_held(node, movings):
     else:
         blocks += [node.pool.blocks[block_id] for block_id in node.list_pinned()]
     return blocks
-
-
-def list_frozen(node, movings):
-    return [
-        block
-        for moving in movings
-        if moving.source is node and moving.sequence is not None and not moving.was_acknowledged
-        for block in moving.selection.blocks
-    ]
 
 
 def list_planned(node):

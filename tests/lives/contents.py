@@ -12,7 +12,8 @@ import numpy as np
 from adapter.owned_memory import BreakingCopy
 
 from kv_pool import BlockHasher, Request
-from kv_pool.core.block_keys import make_block_hash_with_group_id
+from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
+from kv_pool.errors import CorruptedPoolError, KVPoolError
 from kv_pool.storage.block_storage import BlockStorage
 
 BLOCK_SIZE = 4
@@ -21,7 +22,14 @@ MOST_TOKENS = 44
 
 
 class World:
-    """What both nodes share: randomness, the time, the prompts, and the bytes promised under each key."""
+    """What both nodes share: randomness, the time, the prompts, and the bytes promised under each key.
+
+    Attributes:
+        blocks: of all prompts, by the hash in events: the hash of the block before, and the tokens.
+        travelling: sequences that were to be moved, by their ids.
+        is_calm: nothing goes wrong between the nodes.
+        finding: what was raised where the product handles exceptions; the next check raises it.
+    """
 
     def __init__(self, seed, num_groups):
         self.rng = random.Random(seed)
@@ -29,6 +37,10 @@ class World:
         self.num_groups = num_groups
         self.tally = Counter()
         self.promised = {}
+        self.blocks = {}
+        self.travelling = {}
+        self.is_calm = False
+        self.finding = None
         self.num_made = 0
         self.prompts = [self.draw_tokens(self.rng.randint(8, 30)) for _ in range(5)]
 
@@ -47,12 +59,23 @@ class World:
         return Sequence(self, self.num_made, tokens)
 
     def promise(self, sequence):
+        parent = None
         for position, block_hash in enumerate(sequence.request.block_hashes):
+            name = make_external_block_hash(block_hash)
+            start = position * BLOCK_SIZE
+            tokens = sequence.request.all_token_ids[start : start + BLOCK_SIZE]
+            self.blocks[name] = parent, tuple(tokens)
+            parent = name
             row = sequence.values[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
             for group_id in range(self.num_groups):
                 key = make_block_hash_with_group_id(block_hash, group_id)
                 if key not in self.promised:
                     self.promised[key] = np.array(row, np.uint64) + np.uint64(group_id)
+
+    def note_error(self, error):
+        """Note what a pull has failed with, unless it is an error that may happen."""
+        if not isinstance(error, KVPoolError) or isinstance(error, CorruptedPoolError):
+            self.finding = self.finding or error
 
     def chance(self, share):
         return self.rng.random() < share

@@ -38,11 +38,14 @@ class Life:
 
     def run(self, num_steps):
         """Run `num_steps` steps. Every 150 steps, and at the end, all ends and nothing may be left in use."""
-        for _ in range(num_steps):
-            self.step()
-            if self.num_steps % STEPS_TO_IDLE == 0:
-                self.rest()
-        self.rest()
+        try:
+            for _ in range(num_steps):
+                self.step()
+                if self.num_steps % STEPS_TO_IDLE == 0:
+                    self.rest()
+            self.rest()
+        finally:
+            self.stop()
 
     def step(self):
         rng = self.world.rng
@@ -51,8 +54,9 @@ class Life:
         operations = node.list_operations()
         operations[self.wait] = 3
         operations[partial(self.migrate, node)] = 3
-        operations[self.go_on] = 12 if self.movings else 0
-        operations[self.give_up] = 0.7 if self.movings else 0
+        operations[self.go_on] = 16 if self.movings else 0
+        operations[self.break_off] = 0.5 if self.movings else 0
+        operations[self.renew] = 3 if self.movings else 0
         (operation,) = rng.choices(list(operations), list(operations.values()))
         name = getattr(operation, "__name__", "migrate")
         self.operations.append([self.num_steps, node.name, name])
@@ -64,6 +68,8 @@ class Life:
         self.check()
 
     def check(self):
+        if self.world.finding is not None:
+            raise self.world.finding
         for node in self.nodes:
             check_node(node, self.movings)
 
@@ -85,12 +91,13 @@ class Life:
         if self.movings:
             one = self.world.rng.choice(self.movings)
             outcome = one.go_on()
+            self.world.tally[outcome] += 1
             if one.is_over:
                 self.movings.remove(one)
             return outcome
         return None
 
-    def give_up(self):
+    def break_off(self):
         if self.movings:
             one = self.world.rng.choice(self.movings)
             outcome = one.break_off()
@@ -99,20 +106,36 @@ class Life:
             return outcome
         return None
 
+    def renew(self):
+        if self.movings:
+            for one in self.movings:
+                one.pull.renew()
+
+    def stop(self):
+        """End the threads of migrations that have not ended."""
+        for one in self.movings:
+            one.turns.stop()
+
     def rest(self):
         """All migrations, requests, plans, leases and directives end."""
         self.operations.append([self.num_steps, "both", "rest"])
         for node in self.nodes:
             node.last_operation = "rest"
+        self.world.is_calm = True
         while self.movings:
             one = self.movings[0]
             one.go_on() if self.world.chance(0.8) else one.break_off()
             if one.is_over:
                 self.movings.remove(one)
         for node in self.nodes:
+            node.lending.close()
+        for node in self.nodes:
             node.close()
+        self.world.is_calm = False
         for node in self.nodes:
             check_idle(node)
+            if self.world.chance(0.2):
+                assert node.reset_caches()
         self.world.tally["rests"] += 1
 
     def describe(self):

@@ -1,9 +1,11 @@
 """`ManagerNode`: a scheduler over a `KVCacheManager`, with all companions of a manager."""
 
 from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
+from lives.manager_interrupts import ManagerInterrupts
 from lives.manager_loads import ManagerLoads
 from lives.manager_swaps import ManagerSwaps
 from lives.node import Node, count_filled
+from lives.router import check_router
 
 from kv_pool import FullAttentionSpec, KVCacheManager, SlidingWindowSpec
 from kv_pool.contiguous import compaction
@@ -26,13 +28,19 @@ GROUPS = {
 }
 
 
-class ManagerNode(ManagerLoads, ManagerSwaps, Node):
+class ManagerNode(ManagerLoads, ManagerSwaps, ManagerInterrupts, Node):
     """A sequence is in `waiting`, `running`, `loading`, `swapped`, `planned` or `leaving`."""
 
     def __init__(self, world, name, shape, folder):
         groups = GROUPS[shape]
         super().__init__(world, name, 18 * len(groups), folder)
-        pool = RunBlockPool(self.num_blocks + 1, True, BLOCK_SIZE)
+        pool = RunBlockPool(
+            self.num_blocks + 1,
+            True,
+            BLOCK_SIZE,
+            enable_kv_cache_events=True,
+            dense_events=world.chance(0.5),
+        )
         self.retention = BlockRetention(pool, world.read_clock, self.num_blocks // 5, max_sessions=3)
         watermark = world.rng.choice((0.0, 0.05))
         self.manager = KVCacheManager(
@@ -48,8 +56,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         self.groups = [
             make_group(spec, pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
         ]
-        self.cache = self.make_tiers()
-        self.read_back = TierReadBack(self.manager, self.cache)
+        self.open_tiers()
         self.open_swaps()
         self.waiting, self.running, self.leaving = [], [], []
         self.pinned_keys = []
@@ -213,7 +220,8 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         ]
         if not blocks:
             return None
-        block = self.rng.choice(blocks)
+        lent = self.lending.list_copied()
+        block = self.rng.choice([one for one in blocks if one in lent] or blocks)
         block_id = block.block_id
         self.corrupt(block)
         for opened in self.planned.values():
@@ -243,8 +251,10 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
     def reset(self):
         num_free = self.manager.get_num_free_blocks() + self.retention.num_pinned
         is_idle = num_free == self.pool.num_gpu_blocks - 1
+        is_empty_on_host = not len(self.host.pool.cached_block_hash_to_block)
         is_idle_on_host = self.host.pool.get_num_free_blocks() == self.host.pool.num_gpu_blocks - 1
-        if self.world.chance(0.5):
+        if is_empty_on_host and self.world.chance(0.5):
+            check_router(self)  # events of the host that come after this reset would be taken before it
             assert self.manager.reset_prefix_cache() == is_idle
         else:
             is_idle = is_idle and is_idle_on_host
@@ -285,6 +295,10 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
             duration_s=self.rng.choice((None, 2.0, 9.0)),
             pin=may_pin and self.world.chance(0.2),
         )
+
+    def open_tiers(self):
+        super().open_tiers()
+        self.read_back = TierReadBack(self.manager, self.cache)
 
     # ---- for moves, leases and migrations --------------------------------------------------------
 
@@ -329,6 +343,9 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         """Return the cached blocks, for a migration by block ids."""
         return [block for block in self.pool.blocks if block.block_hash is not None]
 
+    def may_copy(self, block_ids):
+        return True
+
     def begin_leaving(self, sequence):
         self.running.remove(sequence)
         self.leaving.append(sequence)
@@ -362,7 +379,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
             self.preempt: 0.5 if self.running else 0,
             self.abort_before_step: 0.5 if self.running else 0,
             self.refuse_leaving: 0.3 if self.leaving else 0,
-            self.report: 0.7,
+            self.report: 4 if self.lending.list_copied() else 0.7,
             self.evict: 0.5,
             self.reset: 0.3,
             self.keep: 3,

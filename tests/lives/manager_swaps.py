@@ -28,10 +28,19 @@ class ManagerSwaps:
 
     def open_swaps(self):
         num_blocks = NUM_HOST_BLOCKS * len(self.groups)
-        pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE, medium="CPU")
+        pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE, medium="CPU", enable_kv_cache_events=True)
         self.host = Side(pool, num_blocks + 1)
         self.swapper = BlockSwapper(self.manager, pool)
         self.swapped, self.planned, self.loading = [], {}, {}
+
+    def take_events(self):
+        return self.swapper.take_events()
+
+    def list_pools(self):
+        return [self.pool, self.host.pool]
+
+    def reset_caches(self):
+        return self.swapper.reset_prefix_cache()
 
     # ---- opening ---------------------------------------------------------------------------------
 
@@ -137,7 +146,7 @@ class ManagerSwaps:
         opened = self.rng.choice(list(self.planned.values()))
         return self.end_plan(opened, self.world.chance(0.8))
 
-    def end_plan(self, opened, is_done):
+    def end_plan(self, opened, is_done, close=lambda call, plan: call()):
         sequence, plan = opened.sequence, opened.plan
         del self.planned[sequence]
         way = "TIERS" if self.is_read_back(opened) else plan.direction.name
@@ -152,14 +161,14 @@ class ManagerSwaps:
             is_void = way == "TIERS" and any(block.block_hash != key for block, key in opened.hits)
             is_void = is_void or (way == "TIERS" and not self.cache.has_all(plan.keys))
             try:
-                plan.commit()
+                close(plan.commit, plan)
                 assert not is_void, f"{plan!r} was committed, and its content is void"
             except InvalidBlockError:
                 if not (is_void or way == "TIERS"):
                     raise
                 is_done = False
         if not is_done:
-            plan.abort()
+            close(plan.abort, plan)
         self.world.tally["closed", way, is_done] += 1
         if way == "TIERS":
             if is_done:

@@ -1,158 +1,166 @@
-"""`Moving`: one migration between two nodes, a step at a time, by the calls that a migrator makes.
+"""`Moving`: one migration between two nodes, by a `Pull` that goes on from message to message."""
 
-It reads and writes at the block ids of its beginning, as a network card does. It breaks off when the source's
-lease has expired, when its own lease to write is quarantined, when the target has no room, and at random; its
-last bytes may arrive after that.
-"""
+from concurrent.futures import Future
 
 from lives.contents import HASHER
-from lives.promises import Promise
+from lives.lending import ACKNOWLEDGED, LEASE_S
+from lives.network import Link
+from lives.promises import Promise, Writer
+from lives.turns import Turns
 
-from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
-from kv_pool.manager.leases import LeaseState
+from kv_pool.migration.messages import CancelTransfer
+from kv_pool.migration.pull_settings import PullSettings
+from kv_pool.migration.rate_limit import RateLimit
+from kv_pool.migration.status import MigrationPhase, MigrationRecord
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+from kv_pool.migration.target import Pull
+
+
+class Inline:
+    """Runs at once what a node runs in other threads."""
+
+    def submit(self, work):
+        future = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class Moving:
-    """See above. `steps` are the steps to come; `sequence` is None where blocks are copied, not moved."""
+    """A pull, and what its target has to find.
+
+    Attributes:
+        sequence: that is moved; None where blocks are copied.
+        room: the blocks that the pull has taken; [] for none.
+        arriving: a promise: what was present already, and after the insertion all of it.
+        was_given_up: the target has decided to ask no more; the sequence may be lost.
+    """
 
     def __init__(self, source, target, subject, sequence):
         self.source, self.target, self.subject, self.sequence = source, target, subject, sequence
-        self.world = source.world
-        self.selection = source.site.select(subject, sequence is not None)
-        blocks = self.selection.blocks
-        deadline = self.world.now + self.world.rng.choice((3.0, 9.0, 30.0))
-        self.lease = source.leases.lend(blocks, deadline, "the target") if blocks else None
-        self.frozen = None
-        if self.lease is not None:
-            source.readers[self.lease] = Promise(source.device, blocks, "offered to another node")
+        self.world = world = source.world
         if sequence is not None:
-            source.site.freeze(subject)
-            source.begin_leaving(sequence)
-            self.frozen = source.expect(source.device, blocks, "of a frozen sequence")
-        self.room = self.writer = self.arriving = None
-        self.pairs, self.ids = [], []
-        self.was_inserted = self.was_acknowledged = False
-        self.steps = [self.take_room, self.read, self.read, self.insert, self.acknowledge, self.adopt]
+            world.travelling[subject.sequence_id] = sequence
+        settings = PullSettings(
+            target.name,
+            target.site,
+            LEASE_S,
+            world.read_clock,
+            world.read_clock,
+            RateLimit(0.0, world.read_clock),
+            Inline(),
+            lambda record: self.observe(),
+            self.note_unsettled,
+        )
+        record = MigrationRecord(
+            world.rng.randbytes(16), "in", source.name, subject, is_move=sequence is not None
+        )
+        self.hold_s = world.rng.choice((0.0, 5.0))
+        self.pull = Pull(settings, Link(self), record, RateLimit(0.0, world.read_clock), self.hold_s)
+        self.pull._calls.wait = lambda seconds: None
+        self.room, self.writer, self.arriving = [], None, None
+        self.is_inserted = self.is_finished = self.was_given_up = False
+        self.turns = Turns(self.pull.run)
+
+    @property
+    def phase(self):
+        return self.pull.status.phase
 
     @property
     def is_over(self):
-        return not self.steps
+        return self.is_finished and self.turns.is_over
 
     @property
-    def has_expired(self):
-        return self.lease is not None and self.lease.state is LeaseState.EXPIRED
-
-    @property
-    def is_void(self):
-        """Return True if the bytes at the source, or the lease to write, are not valid any more."""
-        if self.has_expired or (self.writer is not None and self.writer.is_late):
-            return True
-        if self.lease is None or self.was_inserted:
-            return False
-        return len(self.source.readers[self.lease].entries) < len(self.selection.blocks)
+    def is_in_doubt(self):
+        return self.phase is MigrationPhase.IN_DOUBT
 
     def go_on(self):
-        """Make the next step, or break off."""
-        step = self.steps[0]
-        if not self.was_acknowledged and self.is_void:
-            return self.break_off()
-        try:
-            step()
-        except OutOfBlocksError:
-            return self.break_off()
-        self.steps.pop(0)
-        if self.is_over:
-            self.world.tally["migrated", type(self.subject).__name__] += 1
-        return step.__name__
-
-    def take_room(self):
-        site, device = self.target.site, self.target.device
-        offered = self.selection.offered
-        room = self.room = site.take_room(self.subject, offered, self.selection.state)
-        device.pool.store_pending()
-        missing = [room.blocks[at] for at in room.missing]
-        present = [block for at, block in enumerate(room.blocks) if at not in room.missing]
-        self.world.tally["present"] += len(present)
-        self.ids = [block.block_id for block in room.blocks]
-        self.arriving = self.target.expect(device, present, "room of a migration")
-        self.pairs = [(offered[at].block_id, room.blocks[at].block_id) for at in room.missing]
-        if missing:
-            self.writer = self.target.begin_writing(missing, "the pull")
-            self.writer.owed = None  # written here, not whenever a node's writers go on
-
-    def read(self):
-        """Read the first half of the blocks, then the others."""
-        part = self.pairs[::2] if len(self.steps) == 5 else self.pairs[1::2]
-        for source_id, target_id in part:
-            self.writer.write_row(target_id, self.source.device.kv[source_id])
-
-    def insert(self):
-        if self.writer is not None:
-            self.writer.end()
-            self.writer = None
-        self.target.site.insert(self.room)
-        self.was_inserted = True
-        self.target.end(self.arriving)
-        self.arriving = self.target.expect(self.target.device, self.room.blocks, "has arrived")
-
-    def acknowledge(self):
-        if self.sequence is not None:
-            self.source.end(self.frozen)
-            self.source.site.release(self.subject, "target")
-            self.source.forget_departed(self.sequence)
-        self.was_acknowledged = True
-        self.give_lease_back()
-
-    def adopt(self):
-        room = self.room
-        if room.blocks and self.world.chance(0.5):
-            lease = self.target.leases.lend(room.blocks, self.world.now + 5.0, "hold_s")
-            whole = [block for block in room.blocks if block.block_hash is not None]
-            self.target.readers[lease] = Promise(self.target.device, whole, "held after a migration")
-        self.target.end(self.arriving)
-        self.target.site.adopt(room)
-        self.room = None
-        if self.sequence is not None:
-            self.target.take_over(self.sequence)
+        """Run to the next message; ask again if in doubt."""
+        if self.turns.is_over:
+            self.turns = Turns(self.pull.resolve)
+        self.turns.go_on()
+        self.observe()
+        return self.phase.value
 
     def break_off(self):
-        """Undo the migration at both nodes; its last bytes may still be under way to the target."""
-        if self.was_acknowledged:  # the source has given up its own: it is done
-            return "too late"
-        if self.writer is not None:
-            self.target.write_late(self.writer)
+        """Cancel at one of the nodes; or stop asking."""
+        if self.is_in_doubt and self.world.chance(0.2):
+            self.was_given_up = True
+            return "given up", self.pull.give_up_doubt()
+        if self.world.chance(0.5):
+            return "cancelled", self.pull.cancel()
+        return self.source.lending.deliver(
+            CancelTransfer(self.pull.transfer_id, "the source wants them back")
+        )
+
+    # ---- what the pull has done ------------------------------------------------------------------
+
+    def observe(self):
+        """Bring the expectations up to date; at each change and after each turn."""
+        pull, target = self.pull, self.target
+        if pull.lease is None and self.writer is not None:
+            target.writers.remove(self.writer)
             self.writer = None
-        if self.room is not None:
+        elif pull.lease is not None and self.writer is None:
+            self.writer = Writer(target, pull.lease)
+        room = pull.room
+        if room is None:
+            self.leave_room()
+        elif self.arriving is None:
+            self.room = list(room.blocks)
+            present = [block for at, block in enumerate(room.blocks) if at not in room.missing]
+            self.world.tally["present"] += len(present)
+            self.arriving = target.expect(target.device, present, "room of a migration")
+        elif not self.is_inserted and self.phase in (MigrationPhase.ACKNOWLEDGING, MigrationPhase.IN_DOUBT):
+            self.is_inserted = True
+            target.end(self.arriving)
+            self.arriving = target.expect(target.device, self.room, "has arrived")
+        if self.phase.is_ended and not self.is_finished:
+            self.is_finished = True
+            self.finish()
+
+    def leave_room(self):
+        if self.arriving is not None:
             self.target.end(self.arriving)
-            self.target.site.leave(self.room)
-            self.room = None
+            self.arriving, self.room = None, []
+
+    def finish(self):
+        """Check that the sequence is at one node, and let the target run it if it is there."""
+        pull, tally = self.pull, self.world.tally
+        was_acknowledged = self.source.lending.find_state(pull.transfer_id) == ACKNOWLEDGED
+        if self.phase is not MigrationPhase.DONE:
+            tally["broken off"] += 1
+            self.world.note_error(pull.record.error)
+            if self.sequence is not None and was_acknowledged:
+                assert self.was_given_up, "the sequence is at neither node"
+                tally["lost"] += 1
+            return
+        tally["migrated", type(self.subject).__name__] += 1
+        assert pull.is_holding() == bool(self.hold_s and pull.record.new_ids)
+        if pull.is_holding():
+            whole = [block for block in pull.held.blocks if block.block_hash is not None]
+            self.target.readers[pull.held] = Promise(self.target.device, whole, "held after a migration")
+            self.target.holding.append(pull)
         if self.sequence is not None:
-            self.source.end(self.frozen)
-            self.source.site.thaw(self.subject)
-            self.source.take_back(self.sequence)
-        self.give_lease_back()
-        self.steps.clear()
-        self.world.tally["broken off"] += 1
-        return "broken off"
+            assert was_acknowledged, "the sequence is at both nodes"
+            self.target.take_over(self.sequence)
 
-    def give_lease_back(self):
-        if self.lease is not None and not self.has_expired:
-            self.source.readers.pop(self.lease)
-            self.lease.give_back()
-
-    def list_room(self):
-        return [] if self.room is None else self.room.blocks
+    def note_unsettled(self, lease, reader):
+        """The last bytes arrive after the pull has failed."""
+        self.target.write_late(self.writer)
+        self.writer = None
 
 
 def begin(source, target):
     """Begin to migrate a sequence, a prefix or blocks by id; None if there is nothing to migrate."""
     rng, world = source.rng, source.world
-    way = rng.choice(("sequence", "sequence", "prefix", "blocks"))
+    way = rng.choice(("sequence", "sequence", "sequence", "prefix", "blocks"))
     sequence = None
     if way == "sequence":
         sequence = source.draw_departure()
-        if sequence is None or target.has_sequence(sequence):
+        if sequence is None:
             return None
         subject = SequenceSubject(source.get_id(sequence))
     elif way == "prefix":
@@ -162,12 +170,4 @@ def begin(source, target):
         blocks = rng.sample(cached, min(3, len(cached)))
         ids, generations = [block.block_id for block in blocks], [block.generation for block in blocks]
         subject = BlocksSubject(tuple(ids), tuple(generations))
-    try:
-        source.run([])
-        moving = Moving(source, target, subject, sequence)
-    except InvalidArgumentError:
-        world.tally["not migrated"] += 1
-        if sequence is not None and sequence not in source.running:
-            raise
-        return None
-    return moving
+    return Moving(source, target, subject, sequence)

@@ -2,22 +2,21 @@
 
 import numpy as np
 from lives.contents import BLOCK_SIZE, Side
+from lives.lending import Lending
 from lives.promises import Promise, Writer
+from lives.restarts import Restarts
+from lives.router import Router
 
 from kv_pool import CopyFailedError
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.leases import LeaseKind
-from kv_pool.storage.block_layout import BlockLayout
-from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tiered_cache import TieredCache
 
 NUM_SPARE = 3
 
 
-class Node:
+class Node(Restarts):
     """A pool with its bytes, and the companions that both faces have.
 
     Attributes:
@@ -26,6 +25,9 @@ class Node:
         touched: blocks read by a connector that has a reference and a hold, with its promise.
         watched: blocks that the connector has given back, and reads until they are reused.
         promises: what open plans, frozen tables and arriving blocks have to find, each until it is ended.
+        break_weight: how often calls are broken off.
+        events_share: in how many of the steps events are taken.
+        holding: pulls that hold what has arrived, or did.
         grown: blocks added to the pool, less blocks cut off.
     """
 
@@ -36,13 +38,18 @@ class Node:
         self.num_blocks = num_blocks
         self.folder = folder
         self.readers, self.writers, self.watched, self.promises, self.touched = {}, [], {}, [], {}
+        self.holding = []
         self.grown = 0
         self.last_operation = ""
+        self.router = Router(world.blocks)
+        self.events_share = self.rng.choice((0.03, 1.0))
+        self.break_weight = self.rng.choice((1, 12))
 
     def open(self, pool, site, device):
         """Set what the face has made."""
         self.pool, self.site, self.device = pool, site, device
         self.leases = site.leases
+        self.lending = Lending(self)
         self.defragmenter = Defragmenter(
             self, interval_s=1.0, max_moves=2, max_evictions=1, clock=self.world.read_clock
         )
@@ -50,14 +57,18 @@ class Node:
     def make_device(self, pool):
         return Side(pool, self.num_blocks + NUM_SPARE + 1)
 
-    def make_tiers(self):
-        world, storage = self.world, self.device.storage
-        tiers = [HostTier(world.rng.choice((4, 8, 16)), storage)]
-        if self.folder is not None:
-            layout = BlockLayout.describe(storage, BLOCK_SIZE)
-            tiers.append(DiskTier(self.folder / self.name, 16, layout))
-        write = world.rng.choice(("back", "through"))
-        return TieredCache(self.pool, storage, tiers, write, max_prefetch_blocks=0)
+    # ---- events ----------------------------------------------------------------------------------
+
+    def take_events(self):
+        """Return the events since the last call."""
+        return self.pool.take_events()
+
+    def list_pools(self):
+        """Return the pools that these events are about."""
+        return [self.pool]
+
+    def reset_caches(self):
+        return self.pool.reset_prefix_cache()
 
     # ---- leases ----------------------------------------------------------------------------------
 
@@ -92,11 +103,13 @@ class Node:
             self.rng.choice(readers).extend(self.world.now + 4.0)
 
     def list_readers(self):
-        """Return the leases to read that no migration gives back."""
-        return [lease for lease in self.readers if lease.holder != "the target"]
+        """Return the leases to read that do not belong to a migration."""
+        return [lease for lease in self.readers if lease.holder == "a reader"]
 
     def expire(self):
         """End leases to read that are overdue; leases to write are quarantined."""
+        if self.world.chance(0.3):
+            self.lending.expire()
         for lease in self.leases.expire():
             assert lease.deadline <= self.world.now
             self.world.tally["expired", lease.kind.name] += 1
@@ -119,7 +132,8 @@ class Node:
         writer.end()
 
     def begin_writing(self, blocks, holder):
-        return Writer(self, blocks, self.world.now + self.rng.choice((1.0, 4.0, 20.0)), holder)
+        deadline = self.world.now + self.rng.choice((1.0, 4.0, 20.0))
+        return Writer(self, self.leases.lend(blocks, deadline, holder, LeaseKind.WRITE))
 
     def write_late(self, writer):
         """Let a transfer go on alone, after its migration was broken off."""
@@ -128,6 +142,19 @@ class Node:
             for block_id in self.rng.sample(list(writer.rows), min(3, len(writer.rows)))
             for slot in range(BLOCK_SIZE)
         ]
+
+    # ---- migrations ------------------------------------------------------------------------------
+
+    def release_held(self):
+        """Release what a pull holds."""
+        if self.holding:
+            pull = self.holding.pop(self.rng.randrange(len(self.holding)))
+            self.readers.pop(pull.held, None)
+            pull.release()
+            assert not pull.is_holding()
+
+    def deliver_late(self):
+        return self.lending.deliver_late() if self.lending.late else None
 
     # ---- reuse watchers --------------------------------------------------------------------------
 
@@ -226,7 +253,7 @@ class Node:
             self.grow_pool(-self.grown)
         elif self.grown > 0:
             if self.watched:  # they would stay where they are
-                assert self.pool.reset_prefix_cache()
+                assert self.reset_caches()
             self.shrink_pool(self.grown)
         self.grown = 0
 
@@ -271,13 +298,19 @@ class Node:
             self.extend: 0.5 if self.readers else 0,
             self.expire: 2 if self.readers or self.writers else 0,
             self.write: 5 if self.writers else 0,
+            self.release_held: 0.5 if self.holding else 0,
+            self.deliver_late: 1 if self.lending.late else 0,
             self.touch: 1,
             self.watch: 1 if self.touched else 0,
             self.compact: 4,
+            self.break_call: self.break_weight,
+            self.restart_tiers: 0.0 if self.folder is None else 0.5,
         }
 
     def close_common(self):
         """End all readers, writers and connectors."""
+        while self.holding:
+            self.release_held()
         while self.readers:
             self.give_back()
         while self.writers:

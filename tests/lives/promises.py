@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from kv_pool import LeaseKind
 from kv_pool.manager.leases import LeaseState
 
 
@@ -33,15 +32,19 @@ class Promise:
 
 
 class Writer:
-    """A transfer that writes into lent blocks by id, also after its request was aborted."""
+    """A transfer that writes into lent blocks by id, also after its request was aborted.
 
-    def __init__(self, node, blocks, deadline, holder):
+    Attributes:
+        owed: what is still to be written, (block id, slot, value) each; None for a pull, which writes itself.
+    """
+
+    def __init__(self, node, lease):
         self.node = node
         self.side = node.device
-        self.lease = node.leases.lend(blocks, deadline, holder, LeaseKind.WRITE)
-        self.ids = {block: block.block_id for block in blocks}
+        self.lease = lease
+        self.ids = {block: block.block_id for block in lease.blocks}
         self.rows = {block_id: self.side.kv[block_id].copy() for block_id in self.ids.values()}
-        self.owed = []
+        self.owed = None
         node.writers.append(self)
 
     @property

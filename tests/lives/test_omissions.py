@@ -1,13 +1,18 @@
 """A life finds each planted omission, in a bounded number of steps. Only plain sources can be patched."""
 
 import pytest
+from lives.disk_omissions import DISK_OMISSIONS
+from lives.doubt_omissions import DOUBT_OMISSIONS
+from lives.event_omissions import EVENT_OMISSIONS
+from lives.interrupt_omissions import INTERRUPT_OMISSIONS
 from lives.life import Life
 from lives.omissions import OMISSIONS
 
 from kv_pool import COMPILED
 from kv_pool.errors import KVPoolError
 
-SEEDS = range(3)
+ALL = [*OMISSIONS, *EVENT_OMISSIONS, *DOUBT_OMISSIONS, *DISK_OMISSIONS, *INTERRUPT_OMISSIONS]
+SEEDS = range(6)
 NUM_STEPS = 1500
 
 
@@ -27,7 +32,7 @@ def find(omission, monkeypatch, folder):
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled classes cannot be patched")
-@pytest.mark.parametrize("omission", OMISSIONS, ids=lambda omission: omission.name)
+@pytest.mark.parametrize("omission", ALL, ids=lambda omission: omission.name)
 def test_a_life_finds_a_planted_omission(monkeypatch, tmp_path, omission):
     error, num_steps = find(omission, monkeypatch, tmp_path)
     assert error is not None, f"not found in {num_steps} steps"

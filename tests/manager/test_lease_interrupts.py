@@ -47,6 +47,8 @@ def test_an_interrupted_loan_leaves_no_reference_behind(name):
             len(lease.blocks) for lease in leases.list_leases()
         )
         assert len(pool.holds.list_holds()) == len(leases.list_leases())
+        leases.expire()
+        check_leases(leases)
 
     tried, broken = interrupt_everywhere(make, CALLS[name], check)
     assert not broken, f"{name}: {len(broken)} of {tried}: {broken[:3]}"

@@ -85,6 +85,8 @@ class Bench:
         invariants.check(self.pool)
         check_leases(self.leases)
         check_manager(self.manager, self.requests.values())
+        for name in self.retention._directives.by_request:
+            assert self.manager.holds_blocks(name), f"{name} is gone, and its directives count"
         assert len(self.pool.holds.list_holds()) == len(self.leases.list_leases()) + 1  # that of the pins
 
 

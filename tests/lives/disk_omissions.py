@@ -1,0 +1,34 @@
+"""Planted omissions of a disk: what is forgotten, and comes back after a restart; what is lost by one."""
+
+from lives.omissions import Omission
+
+DISK = "kv_pool.tiers.disk_tier"
+FILES = "kv_pool.tiers.slot_files"
+
+
+def wipe_nothing(original):
+    def wipe(disk, slot, key):
+        disk._unwiped.pop(slot, None)
+
+    return wipe
+
+
+def wipe_no_file(original):
+    return lambda files: None
+
+
+def write_no_header(original):
+    """A block is in the index of the process alone."""
+
+    def write(files, slot, key, row, use):
+        original(files, slot, key, row, use)
+        files.wipe(slot)
+
+    return write
+
+
+DISK_OMISSIONS = [
+    Omission("a disk forgets nothing", "manager", DISK, "DiskTier._wipe", wipe_nothing),
+    Omission("a disk that is cleared keeps its files", "adapter", FILES, "SlotFiles.wipe_all", wipe_no_file),
+    Omission("a disk writes no header", "manager", FILES, "SlotFiles.write", write_no_header),
+]
