@@ -61,6 +61,13 @@ class Deadlines:
             heappop(entries)
         return None
 
-    def clear(self) -> None:
-        """Remove all entries."""
-        self.entries.clear()
+    def replace(self, endings: list[Ending]) -> None:
+        """Note when these change, and nothing else, all in one step; of several at one time the first here."""
+        entries = [
+            (ending.changes_at, place, ending)
+            for place, ending in enumerate(endings, 1)
+            if ending.changes_at != NEVER
+        ]
+        heapify(entries)
+        self._num_pushed = max(self._num_pushed, len(endings))
+        self.entries = entries

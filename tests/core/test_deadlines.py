@@ -96,10 +96,13 @@ def test_a_time_that_is_noted_ahead_counts_once_it_is_the_endings():
     assert end_all(deadlines, 100.0) == []
 
 
-def test_clearing_removes_all():
+def test_others_take_the_place_of_all_that_was_noted():
     deadlines = Deadlines()
     push(deadlines, Ending(1.0), Ending(2.0))
-    deadlines.clear()
+    later, first, second, never = Ending(5.0), Ending(4.0), Ending(4.0), Ending(NEVER)
+    deadlines.replace([later, first, second, never])
+    assert end_all(deadlines, 10.0) == [first, second, later]
+    deadlines.replace([])
     assert deadlines.find_due(10.0) is None
     deadlines.push(Ending(3.0))
     assert deadlines.find_due(3.0) is not None

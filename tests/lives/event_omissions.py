@@ -82,5 +82,5 @@ EVENT_OMISSIONS = [
         "insert_keys",
         drop_arrivals,
     ),
-    Omission("an event has no parent", "manager", "kv_pool.core.caching", "make_stored", forget_parent),
+    Omission("an event has no parent", "manager", "kv_pool.core.stored_events", "make_stored", forget_parent),
 ]

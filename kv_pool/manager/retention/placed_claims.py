@@ -84,7 +84,7 @@ class PlacedClaims(Placement):
     def note_reset(self) -> None:
         """Remove all claims: no block has content."""
         self.records.drop_all(self._pool.blocks)
-        self.deadlines.clear()
+        self.deadlines.replace([])
         self.pins.blocks.clear()
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
@@ -233,13 +233,10 @@ class PlacedClaims(Placement):
                 pinned.add(block)
         self.pins.rebuild(pinned)
         others = [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
-        others = list(dict.fromkeys(others))
-        self.deadlines.clear()
-        for ending in others:
-            self.deadlines.push(ending)
-        for record in self.records.list_records():
+        records = self.records.list_records()
+        for record in records:
             record.changes_at = record.find_next_end()
-            self.deadlines.push(record)
+        self.deadlines.replace([*dict.fromkeys(others), *records])
         self._release([block for block in self.held.blocks if block not in pinned])
         by_strength: dict[int, list[KVCacheBlock]] = {}
         for block in pool.free_block_queue.get_all_free_blocks():
