@@ -146,7 +146,7 @@ class AdapterNode(AdapterInterrupts, Node):
         block_id = self.tables[sequence][position]
         if self.gpu_pool.get_block_info(block_id).ref_count == 1:
             return True
-        if self.pool.blocks[block_id] in self.pins or len(self.tables[sequence]) < 2:
+        if self.pool.blocks[block_id] in self.pins or position == 0:
             return False
         row = self.device.kv[block_id].copy()
         end = sequence.request.num_computed_tokens
