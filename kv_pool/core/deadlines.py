@@ -62,7 +62,7 @@ class Deadlines:
         return None
 
     def replace(self, endings: list[Ending]) -> None:
-        """Note when these change, and nothing else, all in one step; of several at one time the first here."""
+        """Note when these change, and nothing else, in one step. Of several at one time the first comes first."""
         entries = [
             (ending.changes_at, place, ending)
             for place, ending in enumerate(endings, 1)
