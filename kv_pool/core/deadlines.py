@@ -62,7 +62,7 @@ class Deadlines:
         return None
 
     def replace(self, endings: list[Ending]) -> None:
-        """Note when these change, and nothing else, in one step. Of several at one time the first comes first."""
+        """Note when these change, and nothing else, in one step. Of several at a time the first is first."""
         entries = [
             (ending.changes_at, place, ending)
             for place, ending in enumerate(endings, 1)
