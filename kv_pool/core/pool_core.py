@@ -11,6 +11,7 @@ from kv_pool.core.block_checks import check_ours
 from kv_pool.core.cached_keys import CachedKey, iter_cached_keys
 from kv_pool.core.clock import read_clock
 from kv_pool.core.deadlines import NEVER
+from kv_pool.core.evicting import announce_removed
 from kv_pool.core.eviction_order import Placement
 from kv_pool.core.freeing import free_all, free_and_place, unpin_all, unpin_and_place
 from kv_pool.core.hash_map import BlockHashToBlockMap
@@ -196,6 +197,8 @@ class BlockPoolCore(BlockReferences):
                 "prefix cache not reset: %d blocks are still in use", num_in_use
             )
             return False
+        if self._unannounced:
+            announce_removed(self)
         num_keys = sum([len(keys) for keys in self.cached_block_hashes_by_block.values()])
         for block in self.blocks:
             if block.key is not None:

@@ -1,7 +1,7 @@
 """`recover`: complete or undo what an interrupted call of a pool left."""
 
 from kv_pool.core.caching import give_key
-from kv_pool.core.evicting import drop_keys, evict
+from kv_pool.core.evicting import announce_removed, drop_keys, evict
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.id_swap import put_ids
 from kv_pool.core.pool_state import (
@@ -25,6 +25,8 @@ from kv_pool.core.prefix_keys import remove_added_keys
 
 def recover(pool: PoolState) -> None:
     """Finish or undo what `_unfinished` says; may itself be interrupted and called again."""
+    if pool._unannounced:
+        announce_removed(pool)  # before whatever else is announced
     queue = pool.free_block_queue
     head = queue.fake_free_list_head
     todo = pool._unfinished

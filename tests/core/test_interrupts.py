@@ -6,7 +6,7 @@ import pytest
 from drawing import GROUP, blocks, hash_of, make_pool, make_request, state
 from interrupting import alarm_that_raises, interrupt_everywhere, interrupt_twice, run_until_interrupted
 
-from kv_pool import AllBlocksCleared, BlockPool, BlockRemoved, KVCacheMetricsCollector
+from kv_pool import COMPILED, AllBlocksCleared, BlockPool, BlockRemoved, KVCacheMetricsCollector
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -244,3 +244,27 @@ def test_signals_at_random_times_leave_the_pool_sound(kind):
                 invariants.check(pool)
             for block in pool.blocks[1:]:  # what the step held
                 pool.free_blocks([block] * block.ref_cnt)
+
+
+def make_cached():
+    """A pool whose free blocks are all cached."""
+    pool = BlockPool(6, True, 4, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(5)
+    for number, block in enumerate(blocks):
+        pool._insert_block_hash(hash_of(number) + GROUP, block, 4)
+    pool.free_blocks(blocks)
+    return pool
+
+
+def reset_and_check(pool):
+    pool.free_blocks([block for block in pool.blocks[1:] if block.ref_cnt])
+    assert pool.reset_prefix_cache()
+    *before, last = pool.take_events()
+    assert isinstance(last, AllBlocksCleared)
+    assert all(isinstance(event, BlockRemoved) for event in before)
+
+
+def test_removals_of_an_interrupted_call_are_announced_before_a_reset():
+    tried, broken = interrupt_everywhere(make_cached, lambda pool: pool.get_new_blocks(4), reset_and_check)
+    assert tried > 0 or COMPILED
+    assert not broken, f"{len(broken)} of {tried}: {broken[:3]}"
