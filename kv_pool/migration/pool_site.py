@@ -15,11 +15,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.holds import Hold
-from kv_pool.errors import (
-    FrozenSequenceError,
-    InvalidArgumentError,
-    PoolExhaustedError,
-)
+from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -29,11 +25,7 @@ from kv_pool.migration.selector import Selector, check_usable
 from kv_pool.migration.sequence_owner import NoOwner, SequenceOwner
 from kv_pool.migration.sequences import Sequences
 from kv_pool.migration.site import OfferedBlock, Room, Selection, SubjectState
-from kv_pool.migration.subjects import (
-    BlocksSubject,
-    SequenceSubject,
-    Subject,
-)
+from kv_pool.migration.subjects import BlocksSubject, SequenceSubject, Subject
 from kv_pool.storage.block_layout import BlockLayout
 
 _LEAVING = "it is being moved to another node"
