@@ -168,12 +168,14 @@ class BlockRetention:
         if not isinstance(request_id, str):
             refuse_type("request_id", request_id, "str")
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
-        self.expire()
+        if self._placed.is_marked:
+            self._recover()
         ranges, pins = self._directives.read(listed)
         if pins:
+            self.expire()
             self._placed.check_pins(len(pins), self._pins.count_promised(request_id))
-        self.forget_request(request_id)
         try:
+            self._directives.forget(request_id)
             self._directives.set(request_id, ranges, pins)
         except BaseException:
             self._recover()

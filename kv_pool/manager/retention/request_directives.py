@@ -25,6 +25,9 @@ class RequestDirectives:
         self.block_sizes: tuple[int, ...] = (block_size,)
         self._pins: Pins = pins
         self._claims: dict[tuple[int, float], Claim] = {}
+        # The one that was read last, and its claim: most requests have the same.
+        self._last_directive: RetentionDirective | None = None
+        self._last_claim: Claim | None = None
 
     def read(self, directives: Sequence[RetentionDirective]) -> tuple[list[Range], set[tuple[int, int]]]:
         """Return the ranges of these directives, and the (group, place in the table) of blocks to pin."""
@@ -38,8 +41,8 @@ class RequestDirectives:
                 for group_id, block_size in enumerate(self.block_sizes):
                     if block_size == 0:
                         continue
-                    end = -(-directive.end // block_size)
-                    pins.update((group_id, index) for index in range(directive.start // block_size, end))
+                    for index in range(directive.start // block_size, -(-directive.end // block_size)):
+                        pins.add((group_id, index))
         return ranges, pins
 
     def set(self, request_id: str, ranges: list[Range], pins: set[tuple[int, int]]) -> None:
@@ -51,8 +54,10 @@ class RequestDirectives:
 
     def forget(self, request_id: str) -> None:
         """Remove the directives of a request, and the pins that are still promised to it."""
-        self.by_request.pop(request_id, None)
-        self._pins.forget_request(request_id)
+        if request_id in self.by_request:
+            del self.by_request[request_id]
+        if self._pins.promised:
+            self._pins.forget_request(request_id)
 
     def cut(
         self, request_id: str, group_id: int, first: int, num_blocks: int
@@ -75,6 +80,8 @@ class RequestDirectives:
 
     def make_claim(self, directive: RetentionDirective) -> Claim:
         """Return the claim of a directive, the same object for equal ones."""
+        if directive is self._last_directive and self._last_claim is not None:
+            return self._last_claim
         strength = PINNED if directive.pin else directive.priority
         duration_s = NEVER if directive.duration_s is None else directive.duration_s
         claim = self._claims.get((strength, duration_s))
@@ -83,4 +90,7 @@ class RequestDirectives:
                 self._claims.clear()  # equal ones that are not the same cost a comparison, nothing else
             claim = Claim(strength, duration_s, NEVER, False)
             self._claims[strength, duration_s] = claim
+        self._last_claim = None  # should this be interrupted
+        self._last_directive = directive
+        self._last_claim = claim
         return claim
