@@ -78,9 +78,10 @@ def free_all(
                         block.prev_free_block = front_last
                     front_last = block
                     num_front += 1
-                    number = _NO_NUMBER
-                    if block.retention_id != 0 and numbered is not None:
-                        numbered.without_content.append(block)
+                    if numbered is not None:
+                        number = _NO_NUMBER
+                        if block.retention_id != 0:
+                            numbered.without_content.append(block)
                     continue
                 number = block.retention_id
                 if numbered is not None:

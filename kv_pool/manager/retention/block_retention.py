@@ -383,8 +383,10 @@ class BlockRetention:
         try:
             for low, high, claims in segments:
                 if claims:
-                    is_all = low == 0 and high == len(blocks)
-                    self._placed.add(blocks if is_all else blocks[low:high], claims)
+                    labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
+                    if is_pin(claims):  # what was given back before is not promised any more
+                        labelled = self._pins.list_promised(request_id, group_id, first + low, labelled)
+                    self._placed.add(labelled, claims)
             self._pins.fulfil(request_id, group_id, first, segments)
         except BaseException:
             self._recover()

@@ -46,6 +46,21 @@ class Pins:
         self.promised[request_id] = places
         self.num_promised += len(places)
 
+    def is_promised(self, request_id: str, group_id: int, index: int) -> bool:
+        """Whether the request may pin the block at this place of its table."""
+        places = self.promised.get(request_id)
+        return places is not None and (group_id, index) in places
+
+    def list_promised(
+        self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]
+    ) -> list[KVCacheBlock]:
+        """Return those of these blocks, from the place `first` of its table on, that the request may pin."""
+        return [
+            block
+            for index, block in enumerate(blocks, first)
+            if self.is_promised(request_id, group_id, index)
+        ]
+
     def fulfil(
         self,
         request_id: str,

@@ -75,7 +75,7 @@ class RequestDirectives:
         for start, end, claim in self.by_request.get(request_id, []):
             is_in = start // block_size <= index and (end is None or index * block_size < end)
             if is_in and claim.strength == PINNED:
-                return True
+                return self._pins.is_promised(request_id, group_id, index)
         return False
 
     def make_claim(self, directive: RetentionDirective) -> Claim:

@@ -509,3 +509,18 @@ def test_many_deadlines_of_blocks_gone_do_not_pile_up():
         bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
     assert len(bench.retention._deadlines.entries) < 80
     assert len(bench.retention._records.list_records()) <= 4
+
+
+def test_blocks_that_are_given_back_again_are_not_pinned_beyond_what_was_promised():
+    pool = BlockPool(12, True, 4)
+    retention = BlockRetention(pool, lambda: 0.0, max_pinned_blocks=2)
+    manager = KVCacheManager(pool, retention=retention)
+    retention.set_directives("a", [RetentionDirective(0, 8, pin=True)])
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 8), HASHER)
+        manager.allocate_slots(request, 8)
+        request.num_computed_tokens = 8
+    for name in ("a", "b"):  # as where a request was swapped out, and came back to other blocks
+        retention.label_table("a", 0, 0, manager.get_table(name).blocks)
+        assert retention.num_pins == 2
+    check_retention(retention)
