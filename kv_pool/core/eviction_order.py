@@ -45,7 +45,7 @@ class NumberedBlocks:
         self._starts.append((start, num_back))
 
     def cut(self, listed: list[KVCacheBlock], num_back: i64) -> None:
-        """Take the stretches out of the list of the call, which has put so many at the back of the queue."""
+        """Copy the stretches from the call's list. `num_back`: the blocks it put at the back of the queue."""
         end: int = num_back
         for start, num_before in reversed(self._starts):
             if listed[start].retention_id != 0:

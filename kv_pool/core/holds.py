@@ -1,8 +1,10 @@
 """`BlockHolds`: which blocks may not be freed or moved, for what reason, since when and until when.
 
-kind         made by               the blocks
-Hold         BlockPool.hold        have a reference of the hold; keep their ids unless it is movable
-PlaceHold    keep_places           have none and may be free; keep their ids
+    kind         made by               the blocks
+    Hold         BlockPool.hold        have a reference of the hold; keep their ids unless it is movable
+    PlaceHold    keep_places           have none and may be free; keep their ids
+
+`BlockPool.holds` is the one book that compaction, resizing and migration read.
 """
 
 from collections.abc import Callable, Container, Iterable

@@ -41,7 +41,7 @@ def extend_tables(
     num_lookahead_tokens: int,
     num_encoder_tokens: int,
 ) -> tuple[Sequence[KVCacheBlock], ...]:
-    """Append new blocks until each table has slots for so many tokens; return what was appended."""
+    """Append new blocks until each table has slots for the step's tokens; return what was appended."""
     added: list[Sequence[KVCacheBlock]] = []
     for group in state._groups:
         table = tables[group.group_id]

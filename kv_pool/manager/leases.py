@@ -166,7 +166,7 @@ class BlockLeases:
         Args:
             blocks: distinct ones of this pool. To read: cached or in use, free ones included. To write: in
                 use by one holder, without a hash, and not lent to anybody; colder tiers have what was in
-                them when this returns. A block that is being written is lent to nobody else.
+                them when this returns. A block that is being written cannot be lent again.
         Raises:
             InvalidArgumentError: no blocks, or a deadline that has passed.
             InvalidBlockError: a block that is not as said above. In both cases nothing has changed.

@@ -38,7 +38,7 @@ class TierStore:
         # Of each group, learned from what is cached; only full blocks are stored.
         self._block_size_of: dict[bytes, int] = {}
         self._has_partial = False
-        # Taken anew, with their old bytes still, and since when there are any.
+        # Blocks that were taken and still have their old bytes, and since when there are any.
         self._pending: dict[BlockHashWithGroupId, KVCacheBlock] = {}
         self._pending_since = 0.0
         self._pending_places = block_pool.holds.keep_places(

@@ -262,7 +262,7 @@ class TieredCache(TierStore):
     def store_pending(self) -> None:
         """Copy out the blocks that were taken anew and hold their old bytes still.
 
-        For whoever is about to overwrite blocks other than by a step; can be called at any time.
+        Call it before blocks are overwritten other than by a step. It can be called at any time.
         """
         if not self._pending:
             return
