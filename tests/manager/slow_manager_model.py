@@ -188,6 +188,7 @@ def is_pinned(manager, request, group_id, position, block):
         claim
         for start, end, claim in retention._directives.by_request.get(request.request_id, ())
         if any(start <= token and (end is None or token < end) for token in tokens)
+        and (claim.strength != PINNED or retention._pins.is_promised(request.request_id, group_id, position))
     ]
     claims = retention._records.get_claims(block)
     return any(claim.strength == PINNED for claim in [*claims, *directives])

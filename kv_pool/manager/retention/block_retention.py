@@ -382,12 +382,15 @@ class BlockRetention:
             return
         try:
             for low, high, claims in segments:
-                if claims:
-                    labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
-                    if is_pin(claims):  # what was given back before is not promised any more
-                        labelled = self._pins.list_promised(request_id, group_id, first + low, labelled)
+                if not claims:
+                    continue
+                labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
+                if not is_pin(claims):
                     self._placed.add(labelled, claims)
-            self._pins.fulfil(request_id, group_id, first, segments)
+                    continue
+                promised = self._pins.list_promised(request_id, group_id, first + low, labelled)
+                self._placed.add(promised, claims)
+                self._pins.fulfil(request_id, group_id, first + low, labelled)
         except BaseException:
             self._recover()
             raise

@@ -61,22 +61,18 @@ class Pins:
             if self.is_promised(request_id, group_id, index)
         ]
 
-    def fulfil(
-        self,
-        request_id: str,
-        group_id: int,
-        first: int,
-        segments: list[tuple[int, int, tuple[Claim, ...]]],
-    ) -> None:
-        """The request has given back these of its blocks: what was promised to it there is over."""
+    def fulfil(self, request_id: str, group_id: int, first: int, blocks: list[KVCacheBlock]) -> None:
+        """The request gives these of its blocks back: at the places of those that are pinned it pins no more.
+
+        At the other places it may still do so when it comes back after it was swapped out.
+        """
         places = self.promised.get(request_id)
         if places is None:
             return
         num_before = len(places)
-        for low, high, claims in segments:
-            if is_pin(claims):
-                for index in range(low, high):
-                    places.discard((group_id, first + index))
+        for index, block in enumerate(blocks, first):
+            if block in self.blocks:
+                places.discard((group_id, index))
         self.num_promised -= num_before - len(places)
 
     def forget_request(self, request_id: str) -> None:

@@ -524,3 +524,19 @@ def test_blocks_that_are_given_back_again_are_not_pinned_beyond_what_was_promise
         retention.label_table("a", 0, 0, manager.get_table(name).blocks)
         assert retention.num_pins == 2
     check_retention(retention)
+
+
+def test_a_block_that_was_given_back_before_it_was_full_is_pinned_when_it_comes_back_full():
+    pool = BlockPool(12, True, 4)
+    retention = BlockRetention(pool, lambda: 0.0, max_pinned_blocks=2)
+    manager = KVCacheManager(pool, retention=retention)
+    retention.set_directives("a", [RetentionDirective(0, 8, pin=True)])
+    request = Request("b", range(8), HASHER)
+    manager.allocate_slots(request, 6)
+    request.num_computed_tokens = 6
+    retention.label_table("a", 0, 0, manager.get_table("b").blocks)  # as where "a" is swapped out
+    assert (len(retention._pins.blocks), retention.num_pins) == (1, 2)
+    manager.allocate_slots(request, 2)
+    retention.label_table("a", 0, 0, manager.get_table("b").blocks)
+    assert (len(retention._pins.blocks), retention.num_pins) == (2, 2)
+    check_retention(retention)
