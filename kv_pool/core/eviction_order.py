@@ -44,14 +44,39 @@ class NumberedBlocks:
         """
         self._starts.append((start, num_back))
 
-    def cut(self, listed: list[KVCacheBlock], num_back: i64) -> None:
-        """Copy the stretches from the call's list. `num_back`: the blocks it put at the back of the queue."""
+    def cut(self, listed: list[KVCacheBlock], num_back: i64, front: KVCacheBlock | None) -> None:
+        """Copy the stretches from the call's list, and find the blocks without content.
+
+        Args:
+            num_back: how many blocks the call puts at the back of the queue.
+            front: the first of those that it puts at the front, linked to each other.
+        """
         end: int = num_back
+        end_skipped = len(listed) - end
         for start, num_before in reversed(self._starts):
+            num_skipped = start - num_before
             if listed[start].retention_id != 0:
-                self.stretches.append(listed[start : start + end - num_before])
+                stretch = listed[start : start + end - num_before]
+                if num_skipped != end_skipped:  # blocks without content may be between
+                    stretch = list_cached(listed, start, end - num_before)
+                self.stretches.append(stretch)
             end = num_before
+            end_skipped = num_skipped
         self.stretches.reverse()
+        while front is not None:
+            if front.retention_id != 0:
+                self.without_content.append(front)
+            front = front.next_free_block
+
+
+def list_cached(listed: list[KVCacheBlock], start: int, num_blocks: int) -> list[KVCacheBlock]:
+    """Return the first `num_blocks` blocks with content from this place of the list on."""
+    found: list[KVCacheBlock] = []
+    while len(found) < num_blocks:
+        if listed[start].key is not None:
+            found.append(listed[start])
+        start += 1
+    return found
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -33,18 +33,17 @@ def free_all(
     back_first: KVCacheBlock | None = None
     back_last: KVCacheBlock | None = None
     num_front: i64 = 0
-    num_elsewhere: i64 = 0  # neither at the front nor at the back
+    num_back: i64 = 0
     foreign: list[KVCacheBlock] | None = None
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] | None = None
     num_done: i64 = 0
-    # Of the block before, if it went to the back; each block with another one is looked at closer.
-    number: i32 = 0 if caching else _NO_NUMBER
+    # Of the last block that went to the back, unless one came since that is not free.
+    number: i32 = 0
     is_freed = False
     try:
         for block in listed:
             if block.is_null:
                 num_done += 1
-                num_elsewhere += 1
                 number = _NO_NUMBER
                 continue
             if block.owner is not owner and block.owner is not None:
@@ -52,7 +51,6 @@ def free_all(
                     foreign = []
                 foreign.append(block)
                 num_done += 1
-                num_elsewhere += 1
                 number = _NO_NUMBER
                 continue
             ref_cnt = block.ref_cnt - 1
@@ -64,37 +62,32 @@ def free_all(
                     )
                 block.ref_cnt = ref_cnt
                 num_done += 1
-                num_elsewhere += 1
                 number = _NO_NUMBER
                 continue
             block.ref_cnt = 0
             num_done += 1
-            if block.key is None or block.retention_id != number:
-                if block.key is None or not caching:
-                    if front_last is None:
-                        front_first = block
-                    else:
-                        front_last.next_free_block = block
-                        block.prev_free_block = front_last
-                    front_last = block
-                    num_front += 1
-                    if numbered is not None:
-                        number = _NO_NUMBER
-                        if block.retention_id != 0:
-                            numbered.without_content.append(block)
-                    continue
+            if block.key is None or not caching:
+                if front_last is None:
+                    front_first = block
+                else:
+                    front_last.next_free_block = block
+                    block.prev_free_block = front_last
+                front_last = block
+                num_front += 1
+                continue
+            if block.retention_id != number:
                 number = block.retention_id
                 if numbered is not None:
-                    numbered.begin_stretch(num_done - 1, num_done - 1 - num_front - num_elsewhere)
+                    numbered.begin_stretch(num_done - 1, num_back)
             if back_last is None:
                 back_first = block
             else:
                 back_last.next_free_block = block
                 block.prev_free_block = back_last
             back_last = block
-        num_back = num_done - num_front - num_elsewhere
+            num_back += 1
         if numbered is not None:
-            numbered.cut(listed, num_back)
+            numbered.cut(listed, num_back, front_first)
         if foreign is not None:
             by_pool = group_by_pool(foreign)
         pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
