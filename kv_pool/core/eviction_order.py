@@ -34,34 +34,38 @@ class NumberedBlocks:
     def __init__(self) -> None:
         self.stretches: list[list[KVCacheBlock]] = []
         self.without_content: list[KVCacheBlock] = []
-        self._starts: list[tuple[int, int]] = []
+        self._starts: list[tuple[int, int, int]] = []
 
-    def begin_stretch(self, start: i64, num_back: i64) -> None:
+    def begin_stretch(self, start: i64, num_back: i64, num_front: i64) -> None:
         """Cached blocks with a number, or without, follow from this place of the list on.
 
         Args:
             num_back: how many blocks the call has put at the back of the queue by then.
+            num_front: and how many at its front.
         """
-        self._starts.append((start, num_back))
+        self._starts.append((start, num_back, num_front))
 
-    def cut(self, listed: list[KVCacheBlock], num_back: i64, front: KVCacheBlock | None) -> None:
+    def cut(
+        self, listed: list[KVCacheBlock], num_back: i64, num_front: i64, front: KVCacheBlock | None
+    ) -> None:
         """Copy the stretches from the call's list, and find the blocks without content.
 
         Args:
             num_back: how many blocks the call puts at the back of the queue.
-            front: the first of those that it puts at the front, linked to each other.
+            num_front: and how many at its front.
+            front: the first of these, linked to each other.
         """
-        end: int = num_back
-        end_skipped = len(listed) - end
-        for start, num_before in reversed(self._starts):
-            num_skipped = start - num_before
+        end_back: int = num_back
+        end_front: int = num_front
+        for start, start_back, start_front in reversed(self._starts):
             if listed[start].retention_id != 0:
-                stretch = listed[start : start + end - num_before]
-                if num_skipped != end_skipped:  # blocks without content may be between
-                    stretch = list_cached(listed, start, end - num_before)
-                self.stretches.append(stretch)
-            end = num_before
-            end_skipped = num_skipped
+                num_blocks = end_back - start_back
+                if end_front == start_front:
+                    self.stretches.append(listed[start : start + num_blocks])
+                else:
+                    self.stretches.append(list_cached(listed, start, num_blocks))
+            end_back = start_back
+            end_front = start_front
         self.stretches.reverse()
         while front is not None:
             if front.retention_id != 0:

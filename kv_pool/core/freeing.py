@@ -78,7 +78,7 @@ def free_all(
             if block.retention_id != number:
                 number = block.retention_id
                 if numbered is not None:
-                    numbered.begin_stretch(num_done - 1, num_back)
+                    numbered.begin_stretch(num_done - 1, num_back, num_front)
             if back_last is None:
                 back_first = block
             else:
@@ -87,7 +87,7 @@ def free_all(
             back_last = block
             num_back += 1
         if numbered is not None:
-            numbered.cut(listed, num_back, front_first)
+            numbered.cut(listed, num_back, num_front, front_first)
         if foreign is not None:
             by_pool = group_by_pool(foreign)
         pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
