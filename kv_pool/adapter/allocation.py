@@ -117,6 +117,11 @@ class Allocation:
         first = -1
         if after is not None and ages.startswith(empty, after.block_id + 1):
             first = after.block_id + 1
+        elif pool.run_index.placement != "oldest":
+            return (
+                num_blocks <= pool.free_block_queue.num_free_blocks
+                and pool.take_run_onto(self._holdings.arriving, num_blocks, spares_kept)
+            )
         elif num_blocks <= pool.free_block_queue.num_free_blocks:
             # Where nothing is evicted for it the lowest will do: found at once, and large runs are kept.
             first = ages.find(empty, self._start, self._start + _MAX_SCAN)

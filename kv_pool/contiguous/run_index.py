@@ -5,13 +5,15 @@ from typing import Any, Final
 
 from mypy_extensions import i64
 
+from kv_pool.contiguous.buddy import IN_USE, BuddySystem
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 
-IN_USE: Final = 0
 EMPTY: Final = 1
 """The age byte of a free block that nobody can hit."""
+
+PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
 
 KEPT: Final = 255
 """The age byte of a free block in a band above the default one: reused after all others."""
@@ -51,18 +53,25 @@ class FreeRunIndex:
         is_stale: it was found to be wrong, and has to be rebuilt before it is asked again.
 
     Args:
+        placement: where `find_run` finds a run:
+            buddy: in an aligned chunk of the next power of two, the smallest that is old enough, see
+                `BuddySystem`; where there is none, as "oldest".
+            first_fit: at the lowest ids, whatever content is lost.
+            oldest: where the youngest content is oldest, see `find_oldest_run`.
         early_share: `choose` takes none, but what is next, that is not among the first of so large a share of
             the free queue, as far as ages tell.
     """
 
-    def __init__(self, num_blocks: int, early_share: float) -> None:
+    def __init__(self, num_blocks: int, early_share: float, placement: str) -> None:
         self.is_stale = False
+        self.placement: str = placement
         self._num_early: i64 = int(early_share * _GENERATIONS)
         self.ages: bytearray = bytearray(num_blocks)
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
         self._hand: i64 = 1  # where the next sweep or search begins
+        self._buddies: BuddySystem | None = None  # of a pool that was asked for what needs them
 
     # ---- being told ------------------------------------------------------------------------------
 
@@ -72,6 +81,8 @@ class FreeRunIndex:
         The caller clears `is_stale`.
         """
         self.ages = bytearray(num_blocks)
+        if self._buddies is not None:
+            self._buddies.note_all_changed()
         self._set_width(len(free))
         self._num_in_generation = 0
         num_left: i64 = sum(has_content)
@@ -179,6 +190,9 @@ class FreeRunIndex:
             age = ages[first_id]
             ages[first_id] = ages[second_id]
             ages[second_id] = age
+            if self._buddies is not None:
+                self._buddies.note_changed(first_id, first_id + 1)
+                self._buddies.note_changed(second_id, second_id + 1)
 
     def resize(self, num_blocks: int) -> None:
         """The pool has so many blocks now; new ones are free and empty. Those cut off must have been free."""
@@ -187,10 +201,14 @@ class FreeRunIndex:
             ages.extend(bytes([EMPTY]) * (num_blocks - len(ages)))
         else:
             del ages[num_blocks:]
+        if self._buddies is not None:
+            self._buddies.note_all_changed()
         self._hand = 1
 
     def _store(self, first: i64, end: i64, age: i64) -> None:
         length: i64 = end - first
+        if self._buddies is not None:
+            self._buddies.note_changed(first, end)
         if length == 1:
             self.ages[first] = age
         elif age == IN_USE and length <= 64:
@@ -234,12 +252,7 @@ class FreeRunIndex:
         head = queue.fake_free_list_head.next_free_block
         while head is not None and head.ref_cnt == BAND_END:
             head = head.next_free_block
-        max_age: i64 = max(EMPTY, self.now - _GENERATIONS + self._num_early)
-        if head is not None and 0 < head.block_id < len(ages):
-            # Where use grows, the front of the queue is younger than so many turnovers ago.
-            oldest: i64 = max(EMPTY + 1, ages[head.block_id])
-            max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // _GENERATIONS)
-            max_age = min(max_age, _YOUNGEST)
+        max_age: i64 = self._find_early_age(head)
         need: i64 = num_blocks
         first: i64 = next_id
         if 0 < first < len(ages):
@@ -276,6 +289,24 @@ class FreeRunIndex:
             self.note_taken(others, owner)
             chosen.extend(others)
         return chosen
+
+    def _find_early_age(self, head: KVCacheBlock | None) -> i64:
+        """The age of blocks that may be taken for the sake of a run.
+
+        Args:
+            head: the first block of the free queue.
+        """
+        max_age: i64 = max(EMPTY, self.now - _GENERATIONS + self._num_early)
+        if head is not None and 0 < head.block_id < len(self.ages):
+            # Where use grows, the front of the queue is younger than so many turnovers ago.
+            oldest: i64 = max(EMPTY + 1, self.ages[head.block_id])
+            max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // _GENERATIONS)
+            max_age = min(max_age, _YOUNGEST)
+        return max_age
+
+    def _find_good_age(self) -> i64:
+        """The age of what has hardly been used since the free blocks last turned over."""
+        return max(EMPTY, self.now - _GENERATIONS + _GENERATIONS // 8)
 
     def sweep(self, num_blocks: int, max_age: int) -> list[int]:
         """Up to `num_blocks` free ids in long pieces, none used later than `max_age`, at the sweeping hand.
@@ -322,7 +353,33 @@ class FreeRunIndex:
         return pieces
 
     def find_run(self, num_blocks: int) -> int | None:
-        """The first id of `num_blocks` consecutive free ones, or None.
+        """The first id of `num_blocks` consecutive free ones, or None; where, `placement` says."""
+        if self.placement == "first_fit":
+            place = self.ages.translate(_ANY_AGE).find(_ANY_AGE[1:2] * num_blocks)
+            return None if place < 0 else place
+        if self.placement == "buddy":
+            if self._buddies is None:
+                self._buddies = BuddySystem()
+            place = self._buddies.find_run(num_blocks, self.ages, self._find_good_age())
+            if place:
+                return place
+        return self.find_oldest_run(num_blocks)
+
+    def find_fragment(self, queue: FreeKVCacheBlockQueue) -> int:
+        """The id of a block in a small chunk that is among the first of the queue, as far as ages tell.
+
+        Returns:
+            0 for none, and in a pool that was not asked for a run yet.
+        """
+        if self._buddies is None:
+            return 0
+        head = queue.fake_free_list_head.next_free_block
+        while head is not None and head.ref_cnt == BAND_END:
+            head = head.next_free_block
+        return self._buddies.find_single(self.ages, self._find_early_age(head))
+
+    def find_oldest_run(self, num_blocks: int) -> int | None:
+        """The first id of `num_blocks` consecutive free ones whose content is old, or None.
 
         Looks from where the last search ended, round by id, and takes the place whose youngest block was used
         longest ago: of all in the runs that it meets, up to 16, and the first that has hardly been used since
@@ -336,7 +393,7 @@ class FreeRunIndex:
         slot: i64 = 1
         while slot < n:
             slot *= 2
-        good: i64 = max(EMPTY, self.now - _GENERATIONS + _GENERATIONS // 8)
+        good: i64 = self._find_good_age()
         best: i64 = 0
         best_age: i64 = KEPT + 1
         num_places: i64 = 0

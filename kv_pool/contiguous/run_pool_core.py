@@ -60,9 +60,7 @@ class RunPoolCore(RunPoolState):
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
 
-        Of the places that the search meets, the one whose youngest block was used longest ago, and of those
-        one at a multiple of the next power of two (`FreeRunIndex.find_run`). Nothing is taken beyond
-        `num_blocks`.
+        Where, the pool's placement says (`FreeRunIndex.find_run`). Nothing is taken beyond `num_blocks`.
 
         Returns:
             The blocks, each with ref_cnt 1 and no hash; None when the free blocks are too scattered, with
