@@ -12,10 +12,12 @@ from typing import Final
 
 from mypy_extensions import i64
 
-IN_USE: Final = 0  # the age byte, as in `run_index.py`, which imports this file
+from kv_pool.contiguous.ages import IN_USE
 
 _MAX_PLACES: Final = 16
 """How many chunks of one order a search compares."""
+
+_MARKS: Final = [bytes([order + 1]) for order in range(64)]
 
 _MIN_CHANGES: Final = 256
 """So many changes are noted in any pool before all chunks are made anew instead."""
@@ -28,11 +30,11 @@ class BuddySystem:
     and merges are made up for by `update`, before a search: a pool pays for them when it is asked for a run.
 
     Attributes:
-        chunks: for each order the first ids of its chunks, those that are unchanged for longest first.
+        counts: how many chunks there are of each order, from 0; up to date after `update`.
     """
 
     def __init__(self) -> None:
-        self.chunks: list[dict[int, None]] = []
+        self.counts: list[int] = []
         self._order_at: bytearray = bytearray()  # 1 + the order of the chunk that begins here; 0 for none
         self._changed: list[int] = []
         self._is_stale: bool = True
@@ -76,16 +78,11 @@ class BuddySystem:
         self._is_stale = False
 
     def _make_all(self, ages: bytearray) -> None:
-        num_all: i64 = len(ages)
+        num_all = len(ages)
         self._is_stale = True
         self._changed.clear()
         self._order_at = bytearray(num_all)
-        chunks: list[dict[int, None]] = []
-        size: i64 = 1
-        while size <= num_all:
-            chunks.append({})
-            size *= 2
-        self.chunks = chunks
+        self.counts = [0] * num_all.bit_length()
         self._free_some(ages, 0, num_all)
         self._is_stale = False
 
@@ -122,11 +119,11 @@ class BuddySystem:
             if buddy >= num_all or order_at[buddy] != order + 1:
                 break
             order_at[buddy] = 0
-            del self.chunks[order][buddy]
+            self.counts[order] -= 1
             first = min(first, buddy)
             order += 1
         order_at[first] = order + 1
-        self.chunks[order][first] = None
+        self.counts[order] += 1
 
     def _take(self, first: i64, end: i64) -> None:
         """Take the ids `[first, end)` out of their chunks, and split off what is beside them."""
@@ -138,25 +135,25 @@ class BuddySystem:
             while self._order_at[start] != order + 1:
                 order += 1
                 size *= 2
-                if order >= len(self.chunks):
+                if order >= len(self.counts):
                     break
                 start = at - at % size
-            if order >= len(self.chunks):
+            if order >= len(self.counts):
                 at += 1  # in no chunk
                 continue
             self._order_at[start] = 0
-            del self.chunks[order][start]
+            self.counts[order] -= 1
             self._free(start, at)
             at = min(start + size, end)
             self._free(at, start + size)
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def find_run(self, num_blocks: int, ages: bytearray, good_age: int) -> int:
+    def find_run(self, num_blocks: int, ages: bytearray, good_age: int, max_age: int) -> int:
         """Find ids for a run at a multiple of the next power of two; what is behind the run stays free.
 
         The smallest chunk that is large enough and whose content is no younger than `good_age`; else the
-        one whose youngest content is oldest. Of equal ones the one that has not changed for longest.
+        one whose youngest content is oldest, if that is no younger than `max_age`. Of equal ones the lowest.
 
         Returns:
             The first id; 0 for none.
@@ -170,11 +167,13 @@ class BuddySystem:
             size *= 2
             order += 1
         best: i64 = 0
-        best_age: i64 = 256
-        while order < len(self.chunks):
+        best_age: i64 = max_age + 1
+        order_at = self._order_at
+        while order < len(self.counts):
             num_places: i64 = 0
-            for first in self.chunks[order]:
-                start: i64 = first
+            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
+            while chunk >= 0 and num_places < _MAX_PLACES:
+                start: i64 = chunk
                 end: i64 = start + (1 << order)
                 while start < end and num_places < _MAX_PLACES:
                     num_places += 1
@@ -182,11 +181,10 @@ class BuddySystem:
                     if age < best_age:
                         best = start
                         best_age = age
+                        if age <= good:
+                            return best
                     start += size
-                if num_places >= _MAX_PLACES:
-                    break
-            if best_age <= good:
-                break
+                chunk = order_at.find(_MARKS[order], end)
             order += 1
         return best
 
@@ -197,25 +195,26 @@ class BuddySystem:
             The id; 0 for none among the chunks that are compared.
         """
         self.update(ages)
-        oldest_first: i64 = max_age
-        for order in range(len(self.chunks)):
+        limit: i64 = max_age
+        order_at = self._order_at
+        for order in range(len(self.counts)):
             num_places: i64 = 0
-            for first in self.chunks[order]:
-                at: i64 = first
+            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
+            while chunk >= 0 and num_places < _MAX_PLACES:
+                at: i64 = chunk
                 end: i64 = min(at + (1 << order), at + _MAX_PLACES)
                 while at < end:
-                    if ages[at] <= oldest_first:
+                    if ages[at] <= limit:
                         return at
                     at += 1
                 num_places += 1
-                if num_places >= _MAX_PLACES:
-                    break
+                chunk = order_at.find(_MARKS[order], at)
         return 0
 
-    def count_chunks(self, ages: bytearray) -> list[int]:
-        """How many chunks there are of each order, from order 0."""
+    def list_chunks(self, ages: bytearray) -> list[tuple[int, int]]:
+        """The chunks as (first id, order), by id."""
         self.update(ages)
-        return [len(some) for some in self.chunks]
+        return [(first, mark - 1) for first, mark in enumerate(self._order_at) if mark]
 
 
 def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:

@@ -24,8 +24,8 @@ Never compiled: for tests, and for whoever changes the index or what an id is a 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.compaction import Relocation
-from kv_pool.contiguous.run_index import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.run_index import KEPT, note_moved
+from kv_pool.contiguous.ages import KEPT
+from kv_pool.contiguous.free_ages import note_moved
 from kv_pool.contiguous.run_pool_state import RunPoolState
 from kv_pool.contiguous.run_taking import take_chosen, take_in_order
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type

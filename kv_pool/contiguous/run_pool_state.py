@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_index import EMPTY, KEPT, PLACEMENTS, FreeRunIndex
+from kv_pool.contiguous.ages import EMPTY, KEPT
+from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.core.clock import read_clock
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes

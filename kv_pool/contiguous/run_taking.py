@@ -67,7 +67,7 @@ def take_fragment(
     """Take one block of a small chunk, to spare the large ones; None, with nothing taken, for none."""
     if index.is_stale:
         pool.rebuild_index()
-    block_id = index.find_fragment(pool.free_block_queue)
+    block_id = index.find_fragment()
     if block_id == 0:
         return None
     index.note_range_taken(block_id, block_id + 1)
