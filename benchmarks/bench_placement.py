@@ -1,21 +1,23 @@
-"""Where runs are taken: buddy, first fit, oldest content. The same long life of requests in each, side by side.
+"""Where runs are taken: buddy, first fit, oldest content. The same long life of requests side by side.
 
     python benchmarks/bench_placement.py [--requests 20000] [--blocks 4000] [--json FILE]
 
-A request hits what is cached of its prompt, takes the rest of the prompt's blocks at once, as a run where there is one, and
-grows block by block. Prompts are documents, most of them asked for again and again (Zipf). The cache is full at all
-times: what is not in use is cached.
+A request hits what is cached of its prompt, takes the rest of the prompt's blocks at once, as a run where
+there is one, and grows block by block. Prompts are documents, asked for again and again (Zipf). The cache is
+full at all times: what is not in use is cached.
 """
 
 import argparse
 import gc
+import itertools
+import json
 import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from bench_block_pool import describe_run, write_json
+from bench_block_pool import describe_run
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.contiguous import fragmentation
@@ -124,7 +126,7 @@ class Lane:
 
 
 def count_runs(ids: list[int]) -> int:
-    return 1 + sum(second != first + 1 for first, second in zip(ids, ids[1:], strict=False))
+    return 1 + sum(second != first + 1 for first, second in itertools.pairwise(ids))
 
 
 def measure(options: argparse.Namespace, use: float) -> list[dict[str, Any]]:
@@ -167,7 +169,7 @@ def main() -> None:
                 f"{row['single_us']:>12.1f}"
             )
     if options.json is not None:
-        write_json(options.json, about, rows)
+        options.json.write_text(json.dumps({"run": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     free    .  1  .  .  4  5  6  7  .  .  .  .  12 13 14 .
     chunks     0        |--- 2 --|              |1 | 0            the order of each: 2 ** order ids
 
-A chunk of order k begins at a multiple of 2 ** k. Its buddy is the chunk at `first ^ 2 ** k`, and two free buddies are
-one chunk of the next order. Knowlton, A fast storage allocator, CACM 8 (1965).
+A chunk of order k begins at a multiple of 2 ** k. Its buddy is the chunk at `first ^ 2 ** k`, and two free
+buddies are one chunk of the next order. Knowlton, A fast storage allocator, CACM 8 (1965).
 """
 
 from typing import Final

@@ -127,9 +127,11 @@ class FreeRunIndex(FreeAges):
                 self._store(first, first + size, IN_USE)
                 need -= size
             elif size == 1:
-                break
-            if first == 0 or size > need:
-                size = max(1, size // 2)
+                break  # what is left was used lately
+            if first == 0:
+                size //= 2
+            while size > max(1, need):
+                size //= 2
         return num_blocks - need
 
     def _find_early_age(self, head: KVCacheBlock | None) -> i64:
