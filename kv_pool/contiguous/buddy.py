@@ -214,7 +214,8 @@ class BuddySystem:
     def list_chunks(self, ages: bytearray) -> list[tuple[int, int]]:
         """The chunks as (first id, order), by id."""
         self.update(ages)
-        return [(first, mark - 1) for first, mark in enumerate(self._order_at) if mark]
+        order_at = self._order_at
+        return [(first, order_at[first] - 1) for first in range(len(order_at)) if order_at[first]]
 
 
 def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
