@@ -21,7 +21,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
-CONTIGUOUS = ("move_check", "run_index", "run_pool_core", "run_pool_state", "run_taking")
+CONTIGUOUS = (
+    "ages",
+    "buddy",
+    "free_ages",
+    "move_check",
+    "run_index",
+    "run_pool_core",
+    "run_pool_state",
+    "run_taking",
+)
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
     "block_spans",

@@ -12,7 +12,7 @@ class MemoryManager:
     """What an engine calls before a prefill, as a sequence grows, and when it ends."""
 
     def __init__(self, total_blocks: int) -> None:
-        self.pool = GPUKVPool(total_blocks, BLOCK_SIZE, on_evicted=self.note_evicted)
+        self.pool = GPUKVPool(total_blocks, BLOCK_SIZE, placement="first_fit", on_evicted=self.note_evicted)
         self.to_compute_again: list[int] = []
 
     def note_evicted(self, sequence_id: int, block_ids: list[int]) -> None:

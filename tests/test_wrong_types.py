@@ -48,7 +48,7 @@ class Things:
         self.batch.add_request("first", self.manager.get_table("first"))
         self.batch.update()
         self.slots = SlotMapping(self.batch, 16)
-        self.adapter = GPUKVPool(20, 4)
+        self.adapter = GPUKVPool(20, 4, placement="oldest")
         self.adapter.allocate(BlockAllocationRequest(3, 1))
         self.scattered = KVCacheManager(RunBlockPool(12, True, 4))
         spare = self.scattered.take_blocks(2)

@@ -7,8 +7,8 @@ from typing import NoReturn
 from kv_pool.adapter.holdings import Holdings, as_new_id
 from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import compaction, plan
+from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
-from kv_pool.contiguous.run_index import EMPTY
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
@@ -117,6 +117,10 @@ class Allocation:
         first = -1
         if after is not None and ages.startswith(empty, after.block_id + 1):
             first = after.block_id + 1
+        elif pool.run_index.placement != "oldest":
+            return num_blocks <= pool.free_block_queue.num_free_blocks and pool.take_run_onto(
+                self._holdings.arriving, num_blocks, spares_kept
+            )
         elif num_blocks <= pool.free_block_queue.num_free_blocks:
             # Where nothing is evicted for it the lowest will do: found at once, and large runs are kept.
             first = ages.find(empty, self._start, self._start + _MAX_SCAN)

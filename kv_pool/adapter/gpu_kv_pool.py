@@ -69,11 +69,11 @@ class GPUKVPool(KVPoolProtocol):
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> pool = GPUKVPool(total_blocks=100, block_size=16)
         >>> pool.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=1))
-        [1, 2, 3]
+        [4, 5, 6]
         >>> pool.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=1)), pool.blocks_of(1)
-        ([4], [1, 2, 3, 4])
+        ([7], [4, 5, 6, 7])
         >>> pool.fork(1, 2)
-        [1, 2, 3, 4]
+        [4, 5, 6, 7]
         >>> pool.free_sequence(1), pool.get_free_blocks(), pool.get_block_info(4).sequence_id
         (0, 96, 2)
 
@@ -96,6 +96,7 @@ class GPUKVPool(KVPoolProtocol):
             `allocate_many`, how many the batch lacks); the pool is not locked. It may free or migrate blocks;
             then the request, or the batch, is tried once more.
         run_length: what `get_fragmentation_rate` is about.
+        placement: where runs are taken: "buddy", "first_fit" or "oldest", see `RunBlockPool`.
         enable_caching: freed blocks keep their hashes until they are taken.
         enable_kv_cache_events: note which blocks become cached and which are evicted, for `take_events`.
         clock: seconds, for `last_access_time` and the times in results.
@@ -130,6 +131,7 @@ class GPUKVPool(KVPoolProtocol):
         on_moved: Callable[[Relocation], object] | None = None,
         migration_hook: Callable[[BlockAllocationRequest, int], object] | None = None,
         run_length: int = DEFAULT_RUN_LENGTH,
+        placement: str = "buddy",
         enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -163,6 +165,7 @@ class GPUKVPool(KVPoolProtocol):
             enable_kv_cache_events=enable_kv_cache_events,
             dense_events=True,
             clock=clock,
+            placement=placement,
         )
         self.storage = storage
         self._on_moved = on_moved

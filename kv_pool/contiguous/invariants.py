@@ -3,6 +3,7 @@
     F1  ages has one byte for each block;  ages[b] != 0  <=>  b is in the free queue
     F2  from the front of the queue to its back the ages of blocks with content never fall
     F3  no age is above `now` but KEPT, which blocks of the bands above the default one have, and no others
+    F4  the chunks of a buddy system are those of the free ids: aligned, disjoint, and no two free buddies
 
     C1  sources and targets are disjoint, and no id is twice in either
     C2  every source is in use or cached; every target is free, and not cached once it is copied over
@@ -16,7 +17,7 @@
     C9  a slot that was moved away from is written only behind the copy
     C10 a copy that fails leaves every id as it was
 
-F1 to F3 hold whenever no method of the pool is running. C1 to C3 are checked by every `apply_moves`. C4 to C8
+F1 to F4 hold whenever no method of the pool is running. C1 to C3 are checked by every `apply_moves`. C4 to C8
 and C10 compare what was before with what is after. C9 is kept by the engine's order of work and shows as C4.
 Never compiled: for tests, and for whoever changes the index or what an id is a key to.
 """
@@ -24,8 +25,8 @@ Never compiled: for tests, and for whoever changes the index or what an id is a 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.compaction import Relocation
-from kv_pool.contiguous.run_index import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
@@ -35,7 +36,7 @@ from kv_pool.ids import BlockMove
 
 
 def check(pool: RunBlockPool) -> None:
-    """The core's invariants and F1 to F3. O(number of blocks). Raises CorruptedPoolError."""
+    """The core's invariants and F1 to F4. O(number of blocks). Raises CorruptedPoolError."""
     invariants.check(pool)
     if pool.run_index.is_stale:
         pool.rebuild_index()  # as the pool's next look at it would
@@ -56,6 +57,10 @@ def check(pool: RunBlockPool) -> None:
             if age < last:
                 raise CorruptedPoolError(f"F2: block {block.block_id} has the age {age} behind one of {last}")
             last = age
+    if index.buddies is not None and index.buddies.list_chunks(index.ages) != list_chunks(index.ages):
+        raise CorruptedPoolError(
+            f"F4: the chunks are {index.buddies.list_chunks(index.ages)}, of ids as in {bytes(index.ages)!r}"
+        )
     above = {
         block.block_id
         for band, blocks in pool.eviction_order.list_bands()
@@ -65,6 +70,23 @@ def check(pool: RunBlockPool) -> None:
     for block_id, age in enumerate(index.ages):
         if (age == KEPT) != (block_id in above and age > EMPTY) or index.now < age < KEPT:
             raise CorruptedPoolError(f"F3: block {block_id} has the age {age}, and it is {index.now} now")
+
+
+def list_chunks(ages: bytearray) -> list[tuple[int, int]]:
+    """The free chunks as (first id, order), by id, each as large as its alignment and its buddies allow."""
+    is_free = [age != IN_USE for age in ages]
+    chunks = []
+    first = 0
+    while first < len(ages):
+        order = 0
+        if is_free[first]:
+            while first % 2 ** (order + 1) == 0 and first + 2 ** (order + 1) <= len(ages):
+                if not all(is_free[first : first + 2 ** (order + 1)]):
+                    break
+                order += 1
+            chunks.append((first, order))
+        first += 2**order
+    return chunks
 
 
 class Snapshot:

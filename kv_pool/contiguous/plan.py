@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_pool.contiguous.run_index import EMPTY, IN_USE, KEPT
+from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockMove

@@ -1,30 +1,17 @@
-"""`FreeRunIndex`: which ids are free and how long ago each was used, one byte a block."""
+"""`FreeRunIndex`: finds runs of free ids, and blocks that make long runs."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from mypy_extensions import i64
 
+from kv_pool.contiguous.ages import EMPTY, IN_USE, KEPT, YOUNGEST
+from kv_pool.contiguous.buddy import BuddySystem
+from kv_pool.contiguous.free_ages import ANY_AGE, GENERATIONS, FreeAges
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
 
-IN_USE: Final = 0
-EMPTY: Final = 1
-"""The age byte of a free block that nobody can hit."""
+PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
 
-KEPT: Final = 255
-"""The age byte of a free block in a band above the default one: reused after all others."""
-
-_YOUNGEST: Final = 254
-# Rows of one age: a bytearray takes a slice of another three times as fast as one of bytes.
-_ROW_BY_AGE: Final = [bytearray([age]) for age in range(256)]
-_IN_USE_ROWS: Final = [bytearray(length) for length in range(65)]
-_ANY_AGE: Final = bytes([0]) + bytes([1]) * 255
-# Generations per turnover of the free blocks, which leaves room for four turnovers in a byte. At least so
-# large a part of the pool is one generation, so that moving ages down stays rare when little is free.
-_GENERATIONS: Final = 64
-_MAX_GENERATIONS: Final = 4_096
 _MIN_PIECE: Final = 8
 # Bounds of one search, in bytes; see benchmarks/bench_runs.py for what they cost and find.
 _MAX_SWEEP: Final = 4_096
@@ -34,183 +21,23 @@ _MAX_SCANS: Final = 2
 _MAX_PLACES: Final = 16
 
 
-class FreeRunIndex:
-    """Finds free runs, oldest content first, by looking at bytes.
-
-        ages:  0  0  1  1  9  9  9  0  0  30      0 in use (or the null block); 1 free and empty;
-        id:    0  1  2  3  4  5  6  7  8  9       2 to 254 free with content, larger = used later; 255 kept
-
-    An age is a generation: a sixty-fourth of the free blocks was given back with content between one and the
-    next, where few are free a single block. Ages that would pass 254 are moved down; what is older than two
-    turnovers counts as equally old then.
-
-    Derived from the free queue, which owns freeness: `rebuild` makes it anew. It is told of every change by
-    `RunBlockPool`, in batches, since a run is one store whatever its length.
-
-    Attributes:
-        is_stale: it was found to be wrong, and has to be rebuilt before it is asked again.
+class FreeRunIndex(FreeAges):
+    """Finds free runs by looking at ages.
 
     Args:
         early_share: `choose` takes none, but what is next, that is not among the first of so large a share of
             the free queue, as far as ages tell.
+        placement: where `find_run` finds a run:
+            buddy: in an aligned chunk of the next power of two, the smallest that is old enough, see
+                `BuddySystem`; where there is none, as "oldest". `choose` goes by chunks, too.
+            first_fit: at the lowest ids, whatever content is lost.
+            oldest: where the youngest content is oldest, see `find_oldest_run`.
     """
 
-    def __init__(self, num_blocks: int, early_share: float) -> None:
-        self.is_stale = False
-        self._num_early: i64 = int(early_share * _GENERATIONS)
-        self.ages: bytearray = bytearray(num_blocks)
-        self.now: i64 = EMPTY + 1
-        self._width: i64 = 1
-        self._num_in_generation: i64 = 0
-        self._hand: i64 = 1  # where the next sweep or search begins
-
-    # ---- being told ------------------------------------------------------------------------------
-
-    def rebuild(self, num_blocks: int, free: Sequence[KVCacheBlock], has_content: Sequence[bool]) -> None:
-        """Rebuild the index from the free blocks; their ages follow from the eviction order. O(num_blocks).
-
-        The caller clears `is_stale`.
-        """
-        self.ages = bytearray(num_blocks)
-        self._set_width(len(free))
-        self._num_in_generation = 0
-        num_left: i64 = sum(has_content)
-        self.now = EMPTY + 2 + num_left // self._width
-        for position, block in enumerate(free):
-            age: i64 = EMPTY
-            if has_content[position]:
-                age = self.now - 1 - num_left // self._width
-                age = max(EMPTY + 1, age)
-                num_left -= 1
-            self.ages[block.block_id] = age
-        if self._hand >= num_blocks:
-            self._hand = 1
-
-    def note_taken(self, blocks: list[KVCacheBlock], owner: Any) -> None:
-        """These blocks are in use; those of another owner are passed over."""
-        first: i64 = 0
-        end: i64 = 0
-        for block in blocks:
-            if block.owner is not owner:
-                continue
-            block_id: int = block.block_id  # 32 bits; an int goes with 64
-            if block_id == end:
-                end += 1
-            elif block_id == first - 1:
-                first -= 1
-            else:
-                if end > first:
-                    self._store(first, end, IN_USE)
-                first = block_id
-                end = block_id + 1
-        if end > first:
-            self._store(first, end, IN_USE)
-
-    def note_range_taken(self, first: int, end: int) -> None:
-        """The blocks `[first, end)` are in use."""
-        self._store(first, end, IN_USE)
-
-    def note_freed(
-        self,
-        blocks: list[KVCacheBlock],
-        owner: Any,
-        num_free_blocks: int,
-        keeps_hashes: bool,
-        keeps_all: bool,
-    ) -> None:
-        """Those of these blocks that nobody holds any more are free.
-
-        Args:
-            num_free_blocks: in the whole pool by now.
-            keeps_hashes: a block with a hash has content; otherwise none has.
-            keeps_all: one without a hash has content, too.
-        """
-        now = self.now
-        first: i64 = 0
-        end: i64 = 0
-        age: i64 = EMPTY
-        num_kept: i64 = 0
-        for block in blocks:
-            if block.ref_cnt != 0 or block.owner is not owner or block.is_null:
-                continue
-            block_id: int = block.block_id  # 32 bits; an int goes with 64
-            block_age: i64 = EMPTY
-            if keeps_all or (keeps_hashes and block.key is not None):
-                block_age = now
-                num_kept += 1
-            if block_age == age and block_id == first - 1:
-                first -= 1
-            elif block_age == age and block_id == end:
-                end += 1
-            else:
-                if end > first:
-                    self._store(first, end, age)
-                first = block_id
-                end = block_id + 1
-                age = block_age
-        if end > first:
-            self._store(first, end, age)
-        self._num_in_generation += num_kept
-        if self._num_in_generation >= self._width:
-            self.now += self._num_in_generation // self._width
-            self._num_in_generation %= self._width
-            self._set_width(num_free_blocks)
-            if self.now > _YOUNGEST:
-                self._renumber()
-
-    def note_moved(self, blocks: list[KVCacheBlock], age: int) -> None:
-        """These free blocks have changed their band. Those without content stay empty."""
-        for block in blocks:
-            self.ages[block.block_id] = EMPTY if block.key is None else age
-
-    def note_emptied(self, block_id: int) -> None:
-        """The block has lost its content; if it is free, it stays free."""
-        if self.ages[block_id] != IN_USE:
-            self.ages[block_id] = EMPTY
-
-    def note_all_emptied(self) -> None:
-        """All blocks have lost their content."""
-        self.ages = self.ages.translate(_ANY_AGE)
-
-    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The two blocks of each pair have exchanged their ids."""
-        ages = self.ages
-        for first_id, second_id in pairs:
-            age = ages[first_id]
-            ages[first_id] = ages[second_id]
-            ages[second_id] = age
-
-    def resize(self, num_blocks: int) -> None:
-        """The pool has so many blocks now; new ones are free and empty. Those cut off must have been free."""
-        ages = self.ages
-        if num_blocks > len(ages):
-            ages.extend(bytes([EMPTY]) * (num_blocks - len(ages)))
-        else:
-            del ages[num_blocks:]
-        self._hand = 1
-
-    def _store(self, first: i64, end: i64, age: i64) -> None:
-        length: i64 = end - first
-        if length == 1:
-            self.ages[first] = age
-        elif age == IN_USE and length <= 64:
-            self.ages[first:end] = _IN_USE_ROWS[length]
-        else:
-            self.ages[first:end] = _ROW_BY_AGE[age] * length
-
-    def _set_width(self, num_free_blocks: i64) -> None:
-        self._width = max(1, num_free_blocks // _GENERATIONS, len(self.ages) // _MAX_GENERATIONS)
-
-    def _renumber(self) -> None:
-        """Move all ages down by half their range, or more if a batch was large; the oldest become one."""
-        down = self.now - 2 * _GENERATIONS
-        table = bytearray(range(256))
-        for age in range(EMPTY + 1, KEPT):
-            table[age] = max(EMPTY + 1, age - down)
-        self.ages = self.ages.translate(table)
-        self.now = 2 * _GENERATIONS
-
-    # ---- looking ---------------------------------------------------------------------------------
+    def __init__(self, num_blocks: int, early_share: float, placement: str) -> None:
+        super().__init__(num_blocks)
+        self.placement: str = placement
+        self._num_early: i64 = int(early_share * GENERATIONS)
 
     def list_runs(self) -> list[int]:
         """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
@@ -234,12 +61,7 @@ class FreeRunIndex:
         head = queue.fake_free_list_head.next_free_block
         while head is not None and head.ref_cnt == BAND_END:
             head = head.next_free_block
-        max_age: i64 = max(EMPTY, self.now - _GENERATIONS + self._num_early)
-        if head is not None and 0 < head.block_id < len(ages):
-            # Where use grows, the front of the queue is younger than so many turnovers ago.
-            oldest: i64 = max(EMPTY + 1, ages[head.block_id])
-            max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // _GENERATIONS)
-            max_age = min(max_age, _YOUNGEST)
+        max_age: i64 = self._find_early_age(head)
         need: i64 = num_blocks
         first: i64 = next_id
         if 0 < first < len(ages):
@@ -252,7 +74,9 @@ class FreeRunIndex:
                 chosen.extend(blocks[first:end])
                 self._store(first, end, IN_USE)
                 need -= end - first
-        if need > 1:
+        if self.buddies is not None:
+            need -= self._choose_chunks(chosen, blocks, need)
+        elif need > 1:
             pieces = self.sweep(need, max_age)
             position: i64 = 0
             while position < len(pieces):
@@ -276,6 +100,61 @@ class FreeRunIndex:
             self.note_taken(others, owner)
             chosen.extend(others)
         return chosen
+
+    def _choose_chunks(
+        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
+    ) -> i64:
+        """Choose blocks chunk by chunk, 8 + 4 + 1 of 13, and the last ones from the smallest chunks.
+
+        They count as in use from here on.
+        Returns:
+            How many were chosen; fewer where what is left was used lately.
+        """
+        assert self.buddies is not None
+        max_age: i64 = self._find_idle_age()
+        need: i64 = num_blocks
+        size: i64 = 1
+        while size * 2 <= need:
+            size *= 2
+        while need > 0:
+            first: i64 = 0
+            if size > 1:
+                first = self.buddies.find_run(size, self.ages, max_age, max_age)
+            else:
+                first = self.buddies.find_single(self.ages, max_age)
+            if first > 0:
+                chosen.extend(blocks[first : first + size])
+                self._store(first, first + size, IN_USE)
+                need -= size
+            elif size == 1:
+                break  # what is left was used lately
+            if first == 0:
+                size //= 2
+            while size > max(1, need):
+                size //= 2
+        return num_blocks - need
+
+    def _find_early_age(self, head: KVCacheBlock | None) -> i64:
+        """The age of blocks that may be taken for the sake of a run.
+
+        Args:
+            head: the first block of the free queue.
+        """
+        max_age: i64 = max(EMPTY, self.now - GENERATIONS + self._num_early)
+        if head is not None and 0 < head.block_id < len(self.ages):
+            # Where use grows, the front of the queue is younger than so many turnovers ago.
+            oldest: i64 = max(EMPTY + 1, self.ages[head.block_id])
+            max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // GENERATIONS)
+            max_age = min(max_age, YOUNGEST)
+        return max_age
+
+    def _find_good_age(self) -> i64:
+        """The age of what has hardly been used since the free blocks last turned over."""
+        return max(EMPTY, self.now - GENERATIONS + GENERATIONS // 8)
+
+    def _find_idle_age(self) -> i64:
+        """The age of what was not used in the last quarter of a turnover of the free blocks."""
+        return max(EMPTY, self.now - GENERATIONS // 4)
 
     def sweep(self, num_blocks: int, max_age: int) -> list[int]:
         """Up to `num_blocks` free ids in long pieces, none used later than `max_age`, at the sweeping hand.
@@ -322,7 +201,29 @@ class FreeRunIndex:
         return pieces
 
     def find_run(self, num_blocks: int) -> int | None:
-        """The first id of `num_blocks` consecutive free ones, or None.
+        """The first id of `num_blocks` consecutive free ones, or None; where, `placement` says."""
+        if self.placement == "first_fit":
+            place = self.ages.translate(ANY_AGE).find(ANY_AGE[1:2] * num_blocks)
+            return None if place < 0 else place
+        if self.placement == "buddy":
+            if self.buddies is None:
+                self.buddies = BuddySystem()
+            place = self.buddies.find_run(num_blocks, self.ages, self._find_good_age(), KEPT)
+            if place:
+                return place
+        return self.find_oldest_run(num_blocks)
+
+    def find_fragment(self) -> int:
+        """The id of a block of the smallest chunk that is old enough for it; 0 for none.
+
+        Of a pool that was not asked for a run yet always 0: it has no chunks.
+        """
+        if self.buddies is None:
+            return 0
+        return self.buddies.find_single(self.ages, self._find_idle_age())
+
+    def find_oldest_run(self, num_blocks: int) -> int | None:
+        """The first id of `num_blocks` consecutive free ones whose content is old, or None.
 
         Looks from where the last search ended, round by id, and takes the place whose youngest block was used
         longest ago: of all in the runs that it meets, up to 16, and the first that has hardly been used since
@@ -336,7 +237,7 @@ class FreeRunIndex:
         slot: i64 = 1
         while slot < n:
             slot *= 2
-        good: i64 = max(EMPTY, self.now - _GENERATIONS + _GENERATIONS // 8)
+        good: i64 = self._find_good_age()
         best: i64 = 0
         best_age: i64 = KEPT + 1
         num_places: i64 = 0
@@ -393,13 +294,3 @@ class FreeRunIndex:
                     left += n - 1
         self._hand = best + n if best else at
         return best or None
-
-
-def note_moved(index: FreeRunIndex, blocks: list[KVCacheBlock], band: int) -> None:
-    """Give free blocks the age of the band to which they were moved."""
-    if band == DEFAULT_BAND:
-        index.note_moved(blocks, index.now)
-    elif band < DEFAULT_BAND:
-        index.note_moved(blocks, EMPTY if band == EMPTY_BAND else EMPTY + 1)
-    else:
-        index.note_moved(blocks, KEPT)

@@ -25,6 +25,8 @@ class RunBlockPool(RunPoolCore, BlockPool):
         early_share: `get_new_blocks` may take, for the sake of a run, what is not next in eviction order
             but among the first of so large a share of the queue, 0 to 1. At 0 it takes exactly what a
             `BlockPool` takes.
+        placement: where a run is taken: "oldest" at the cost of the oldest cached blocks, "buddy" in an
+            aligned chunk of the next power of two (`BuddySystem`), "first_fit" at the lowest ids.
         Others: as of `BlockPool`.
 
     Attributes:

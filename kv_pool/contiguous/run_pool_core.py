@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.run_index import KEPT, note_moved
+from kv_pool.contiguous.ages import KEPT
+from kv_pool.contiguous.free_ages import note_moved
 from kv_pool.contiguous.run_pool_state import RunPoolState
 from kv_pool.contiguous.run_taking import take_chosen, take_in_order
 from kv_pool.core.arguments import as_int, as_ints, as_list, refuse_type
@@ -60,9 +61,7 @@ class RunPoolCore(RunPoolState):
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
 
-        Of the places that the search meets, the one whose youngest block was used longest ago, and of those
-        one at a multiple of the next power of two (`FreeRunIndex.find_run`). Nothing is taken beyond
-        `num_blocks`.
+        Where, the pool's placement says (`FreeRunIndex.find_run`). Nothing is taken beyond `num_blocks`.
 
         Returns:
             The blocks, each with ref_cnt 1 and no hash; None when the free blocks are too scattered, with

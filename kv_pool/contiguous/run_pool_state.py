@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_index import EMPTY, KEPT, FreeRunIndex
+from kv_pool.contiguous.ages import EMPTY, KEPT
+from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.core.clock import read_clock
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
@@ -39,7 +40,10 @@ class RunPoolState(BlockPoolCore):
         dense_events: bool = False,
         clock: Callable[[], float] = read_clock,
         early_share: float = DEFAULT_EARLY_SHARE,
+        placement: str = "oldest",
     ) -> None:
+        if placement not in PLACEMENTS:
+            raise InvalidArgumentError(f"placement is {placement!r}; it is one of {', '.join(PLACEMENTS)}")
         if not 0 <= early_share <= 1:
             raise InvalidArgumentError(f"early_share is {early_share}; it is a share of the queue, 0 to 1")
         super().__init__(
@@ -56,7 +60,7 @@ class RunPoolState(BlockPoolCore):
             clock=clock,
         )
         self.early_share: float = early_share
-        self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share)
+        self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)
         self.rebuild_index()
 
     def rebuild_index(self) -> None:

@@ -22,6 +22,10 @@ def take_in_order(
             in_runs = take_in_runs(pool, index, next_id, num_blocks, onto)
             if in_runs is not None:
                 return in_runs
+        elif pool.early_share and num_blocks == 1:
+            fragment = take_fragment(pool, index, onto)
+            if fragment is not None:
+                return fragment
         if index.is_stale:
             pool.rebuild_index()
         taken = RunPoolState.take_onto(pool, onto, num_blocks)  # not the pool's own, which calls this
@@ -53,6 +57,21 @@ def take_in_runs(
     if len(chosen) < num_blocks:
         index.is_stale = True
         return None
+    take_chosen(pool, index, chosen, onto)
+    return None if index.is_stale else chosen
+
+
+def take_fragment(
+    pool: RunPoolState, index: FreeRunIndex, onto: list[KVCacheBlock] | None
+) -> list[KVCacheBlock] | None:
+    """Take one block of a small chunk, to spare the large ones; None, with nothing taken, for none."""
+    if index.is_stale:
+        pool.rebuild_index()
+    block_id = index.find_fragment()
+    if block_id == 0:
+        return None
+    index.note_range_taken(block_id, block_id + 1)
+    chosen = [pool.blocks[block_id]]
     take_chosen(pool, index, chosen, onto)
     return None if index.is_stale else chosen
 

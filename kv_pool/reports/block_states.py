@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
+from kv_pool.contiguous.ages import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.pool_core import BlockPoolCore
 

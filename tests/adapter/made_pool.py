@@ -22,7 +22,8 @@ class CountingClock:
 
 
 def make(total_blocks=10, **options):
-    return GPUKVPool(total_blocks, 4, **{"clock": CountingClock(), **options})
+    """A pool that takes the lowest empty ids, unless another placement is asked for."""
+    return GPUKVPool(total_blocks, 4, **{"clock": CountingClock(), "placement": "oldest", **options})
 
 
 def take(pool, sequence_id, num_blocks, **options):

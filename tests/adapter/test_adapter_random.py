@@ -13,6 +13,7 @@ from kv_pool import (
     PinnedBlockError,
     PoolExhaustedError,
 )
+from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.manager.retention.placed_claims import find_band
 from kv_pool.storage.copy_cpu import copy_on_cpu
@@ -154,6 +155,7 @@ def test_the_pool_is_the_slow_pool(seed):
         eviction_policy=draw.choice([None, LRUEviction()]),
         on_evicted=lambda sequence_id, ids: evicted.append(sequence_id),
         on_moved=draw.choice([None, lambda relocation: None]),
+        placement=draw.choice(PLACEMENTS),
     )
     model = SlowPool(pool)
     for _ in range(NUM_STEPS):

@@ -8,7 +8,7 @@ from kv_pool.adapter.invariants import check
 
 
 def make_pool():
-    pool = GPUKVPool(10, 4)
+    pool = GPUKVPool(10, 4, placement="oldest")
     pool.allocate(BlockAllocationRequest(3, 1))
     pool.fork(1, 2, 2)
     pool.pin([1])

@@ -19,6 +19,7 @@ from kv_pool import (
     OutOfBlocksError,
     UnknownSequenceError,
 )
+from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.errors import FrozenSequenceError
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.protocol import NO_SEQUENCE
@@ -41,6 +42,7 @@ class Side:
             eviction_policy=draw.choice([None, LRUEviction()]),
             on_evicted=lambda sequence_id, ids: self.evicted.append(sequence_id),
             on_moved=draw.choice([None, lambda relocation: None]),
+            placement=draw.choice(PLACEMENTS),
         )
         self.site = make_site(self.pool)
         self.contents = {}

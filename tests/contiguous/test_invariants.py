@@ -6,7 +6,7 @@ from drawing import blocks
 
 from kv_pool import CorruptedPoolError
 from kv_pool.contiguous import invariants
-from kv_pool.contiguous.run_index import KEPT
+from kv_pool.contiguous.ages import KEPT
 from kv_pool.core.eviction_order import Placement
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"
@@ -52,6 +52,18 @@ def merge_bands_behind_the_index(pool):
     pool.eviction_order.merge()
 
 
+def forget_a_chunk(pool):
+    pool.run_index.find_run(1)
+    pool.run_index.buddies._order_at[1] = 0
+
+
+def take_behind_the_chunks(pool):
+    first = pool.run_index.find_run(1)
+    pool.get_new_blocks(1)
+    pool.run_index.buddies._changed.clear()
+    assert first
+
+
 @pytest.mark.parametrize(
     ("damage", "broken"),
     [
@@ -64,11 +76,14 @@ def merge_bands_behind_the_index(pool):
         (keep_a_block_of_the_default_band, "F3"),
         (keep_nothing_of_a_higher_band, "F3"),
         (merge_bands_behind_the_index, "F3"),
+        (forget_a_chunk, "F4"),
+        (take_behind_the_chunks, "F4"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_check_bites(damage, broken):
     pool = make_run_pool(PICTURE)
+    pool.run_index.placement = "buddy"
     invariants.check(pool)
     damage(pool)
     with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):

@@ -16,6 +16,7 @@ from kv_pool import InvalidBlockError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.compaction import apply_moves, pack, shrink, take_run
 from kv_pool.contiguous.plan import plan_clear_run, plan_pack
+from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.contiguous.run_pool import RunBlockPool
 
 NUM_STEPS = 250
@@ -40,6 +41,7 @@ class Life:
             4,
             enable_kv_cache_events=rng.random() < 0.5,
             early_share=rng.choice([0.0, 0.1, 0.3, 1.0]),
+            placement=rng.choice(PLACEMENTS),
         )
         self.engine = SlotEngine(self.pool)
         self.tables = []  # lists of blocks, shared ones in several

@@ -17,6 +17,7 @@ from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
+from kv_pool.reports.block_states import BlockState
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 
@@ -89,11 +90,21 @@ def test_a_prompt_that_was_seen_is_hit_but_for_its_last_token(make_replay):
     replay = make_replay([record(16, [1, 2], 1, 0), record(16, [1, 2], 1, 1000), LAST], blocks=10)
     replay.run_for(0.9)
     assert count(replay) == (0, 0, 1)
+    cached = {
+        block_id
+        for block_id, state in enumerate(replay.pool.get_layout().states)
+        if state == BlockState.CACHED
+    }
     replay.run_for(0.15)
     layout = replay.pool.get_layout()
     assert list_held(replay) == {2: 2}
     # The first block is the first request's; its second one stays cached beside the new one.
-    assert [block_id for block_id, holders in enumerate(layout.holders) if holders] == [1, 3]
+    first, second = [block_id for block_id, holders in enumerate(layout.holders) if holders]
+    assert len(cached) == 2
+    assert len(cached & {first, second}) == 1
+    assert cached - {first, second} == {
+        block_id for block_id, state in enumerate(layout.states) if state == BlockState.CACHED
+    }
 
 
 def test_requests_wait_for_blocks_and_begin_in_the_order_they_came(make_replay):

@@ -8,8 +8,8 @@ from core.banded_pool import PICTURE, ByHash, check, list_bands, make_banded
 from drawing import blocks, cache, hash_of, ids, make_pool, state
 
 from kv_pool import BlockPool, CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.contiguous.ages import EMPTY, KEPT
 from kv_pool.contiguous.plan import plan_clear_run
-from kv_pool.contiguous.run_index import EMPTY, KEPT
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
 from kv_pool.core.pool_state import ReuseWatcher

@@ -5,7 +5,7 @@ from typing import Final
 
 from mypy_extensions import i32, i64
 
-from kv_pool.contiguous.run_index import note_moved
+from kv_pool.contiguous.free_ages import note_moved
 from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER, Deadlines

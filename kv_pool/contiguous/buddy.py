@@ -1,0 +1,230 @@
+"""`BuddySystem`: the free ids of a pool as aligned chunks, a power of two each, that split and merge.
+
+    ids     0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+    free    .  1  .  .  4  5  6  7  .  .  .  .  12 13 14 .
+    chunks     0        |--- 2 --|              |1 | 0            the order of each: 2 ** order ids
+
+A chunk of order k begins at a multiple of 2 ** k. Its buddy is the chunk at `first ^ 2 ** k`, and two free
+buddies are one chunk of the next order. Knowlton, A fast storage allocator, CACM 8 (1965).
+"""
+
+from typing import Final
+
+from mypy_extensions import i64
+
+from kv_pool.contiguous.ages import IN_USE
+
+_MAX_PLACES: Final = 16
+"""How many chunks of one order a search compares."""
+
+_MARKS: Final = [bytes([order + 1]) for order in range(64)]
+
+_MIN_CHANGES: Final = 256
+"""So many changes are noted in any pool before all chunks are made anew instead."""
+
+
+class BuddySystem:
+    """The chunks of the free ids of a pool; it follows whatever takes and frees them.
+
+    Derived from the age bytes of a `FreeRunIndex`, which notes each range of ids that it stores to. Splits
+    and merges are made up for by `update`, before a search: a pool pays for them when it is asked for a run.
+
+    Attributes:
+        counts: how many chunks there are of each order, from 0; up to date after `update`.
+    """
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._order_at: bytearray = bytearray()  # 1 + the order of the chunk that begins here; 0 for none
+        self._changed: list[int] = []
+        self._is_stale: bool = True
+
+    # ---- being told ------------------------------------------------------------------------------
+
+    def note_changed(self, first: i64, end: i64) -> None:
+        """The ids `[first, end)` were taken or freed, or have been given other ages."""
+        if not self._is_stale:
+            self._changed.append(first)
+            self._changed.append(end)
+            if len(self._changed) > _MIN_CHANGES + len(self._order_at) // 8:
+                self.note_all_changed()
+
+    def note_all_changed(self) -> None:
+        """Anything may have changed, the number of ids too."""
+        self._is_stale = True
+        self._changed.clear()
+
+    def update(self, ages: bytearray) -> None:
+        """Split and merge chunks until they are those of the free ids.
+
+        O(changed ids), and O(log of the pool's size) for each range of them; O(pool) after
+        `note_all_changed`.
+        """
+        if self._is_stale or len(ages) != len(self._order_at):
+            self._make_all(ages)
+            return
+        changed = self._changed
+        if not changed:
+            return
+        self._is_stale = True  # should this be interrupted
+        position: i64 = 0
+        while position < len(changed):
+            first: i64 = changed[position]
+            end: i64 = changed[position + 1]
+            self._take(first, end)
+            self._free_some(ages, first, end)
+            position += 2
+        changed.clear()
+        self._is_stale = False
+
+    def _make_all(self, ages: bytearray) -> None:
+        num_all = len(ages)
+        self._is_stale = True
+        self._changed.clear()
+        self._order_at = bytearray(num_all)
+        self.counts = [0] * num_all.bit_length()
+        self._free_some(ages, 0, num_all)
+        self._is_stale = False
+
+    def _free_some(self, ages: bytearray, first: i64, end: i64) -> None:
+        """Those of `[first, end)` that are free by their ages, and in no chunk yet, make chunks."""
+        at: i64 = first
+        while at < end:
+            if ages[at] == IN_USE:
+                at += 1
+                continue
+            start: i64 = at
+            stop: i64 = ages.find(IN_USE, at, end)
+            at = end if stop < 0 else stop
+            self._free(start, at)
+
+    def _free(self, first: i64, end: i64) -> None:
+        """Make the free ids `[first, end)` chunks, each as large as it can be, and merge them."""
+        while first < end:
+            order: i64 = 0
+            size: i64 = 1
+            while first % (2 * size) == 0 and first + 2 * size <= end:
+                size *= 2
+                order += 1
+            self._put(first, order)
+            first += size
+
+    def _put(self, first: i64, order: i64) -> None:
+        """Put a chunk among the others; while its buddy is there, the two are one of the next order."""
+        order_at = self._order_at
+        num_all: i64 = len(order_at)
+        while True:
+            size: i64 = 1 << order
+            buddy: i64 = first ^ size
+            if buddy >= num_all or order_at[buddy] != order + 1:
+                break
+            order_at[buddy] = 0
+            self.counts[order] -= 1
+            first = min(first, buddy)
+            order += 1
+        order_at[first] = order + 1
+        self.counts[order] += 1
+
+    def _take(self, first: i64, end: i64) -> None:
+        """Take the ids `[first, end)` out of their chunks, and split off what is beside them."""
+        at: i64 = first
+        while at < end:
+            start: i64 = at
+            order: i64 = 0
+            size: i64 = 1
+            while self._order_at[start] != order + 1:
+                order += 1
+                size *= 2
+                if order >= len(self.counts):
+                    break
+                start = at - at % size
+            if order >= len(self.counts):
+                at += 1  # in no chunk
+                continue
+            self._order_at[start] = 0
+            self.counts[order] -= 1
+            self._free(start, at)
+            at = min(start + size, end)
+            self._free(at, start + size)
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def find_run(self, num_blocks: int, ages: bytearray, good_age: int, max_age: int) -> int:
+        """Find ids for a run at a multiple of the next power of two; what is behind the run stays free.
+
+        The smallest chunk that is large enough and whose content is no younger than `good_age`; else the
+        one whose youngest content is oldest, if that is no younger than `max_age`. Of equal ones the lowest.
+
+        Returns:
+            The first id; 0 for none.
+        """
+        self.update(ages)
+        n: i64 = num_blocks
+        good: i64 = good_age
+        order: i64 = 0
+        size: i64 = 1
+        while size < n:
+            size *= 2
+            order += 1
+        best: i64 = 0
+        best_age: i64 = max_age + 1
+        order_at = self._order_at
+        while order < len(self.counts):
+            num_places: i64 = 0
+            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
+            while chunk >= 0 and num_places < _MAX_PLACES:
+                start: i64 = chunk
+                end: i64 = start + (1 << order)
+                while start < end and num_places < _MAX_PLACES:
+                    num_places += 1
+                    age = find_youngest(ages, start, start + n, best_age)
+                    if age < best_age:
+                        best = start
+                        best_age = age
+                        if age <= good:
+                            return best
+                    start += size
+                chunk = order_at.find(_MARKS[order], end)
+            order += 1
+        return best
+
+    def find_single(self, ages: bytearray, max_age: int) -> int:
+        """Find an id in the smallest chunk that has one whose content is no younger than `max_age`.
+
+        Returns:
+            The id; 0 for none among the chunks that are compared.
+        """
+        self.update(ages)
+        limit: i64 = max_age
+        order_at = self._order_at
+        for order in range(len(self.counts)):
+            num_places: i64 = 0
+            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
+            while chunk >= 0 and num_places < _MAX_PLACES:
+                at: i64 = chunk
+                end: i64 = min(at + (1 << order), at + _MAX_PLACES)
+                while at < end:
+                    if ages[at] <= limit:
+                        return at
+                    at += 1
+                num_places += 1
+                chunk = order_at.find(_MARKS[order], at)
+        return 0
+
+    def list_chunks(self, ages: bytearray) -> list[tuple[int, int]]:
+        """The chunks as (first id, order), by id."""
+        self.update(ages)
+        order_at = self._order_at
+        return [(first, order_at[first] - 1) for first in range(len(order_at)) if order_at[first]]
+
+
+def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
+    """The largest age of these ids; `limit` or above as soon as one is."""
+    youngest: i64 = IN_USE
+    at: i64 = first
+    while at < end and youngest < limit:
+        age: i64 = ages[at]
+        if age > youngest:
+            youngest = age
+        at += 1
+    return youngest
