@@ -38,4 +38,5 @@ def defrag(
         f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})"
     )
     if not report.moved_blocks and report.fragmentation_rate_after:
-        print("  Nothing can move: what is in use is packed, or held where it is.")
+        reason = "two blocks that change places are two moves" if max_moves == 1 else "all is packed, or held"
+        print(f"  Nothing moved: {reason}.")

@@ -20,6 +20,9 @@ _BUFFER_BYTES = 64 * 1024 * 1024
 
 _SCRATCH_BYTES = 32 * 1024 * 1024
 
+_FIRST_SCRATCH_ID = 2**32
+"""No block has such an id, so that one that is too large by mistake is not taken for a scratch block's."""
+
 
 class BlockStorage:
     """Blocks 0 to num_blocks - 1 of a segment table.
@@ -101,7 +104,7 @@ class BlockStorage:
         cycles overwrites scratch blocks that it does not name.
         """
         num_blocks = min(self.num_blocks, max(1, _SCRATCH_BYTES // self.block_bytes))
-        return range(self.num_blocks, self.num_blocks + num_blocks)
+        return range(_FIRST_SCRATCH_ID, _FIRST_SCRATCH_ID + num_blocks)
 
     def use_copy_stream(self, *engine_streams: Any) -> None:
         """Let `apply_moves` queue its copies on a stream of this storage's own, on a GPU.
@@ -191,18 +194,16 @@ class BlockStorage:
 
     def _copy_blocks(self, other: BlockStorage, moves: Moves) -> None:
         is_same = other is self
-        num_scratch = len(self.scratch_ids) if is_same else 0
-        sources, targets = check_moves(
-            moves, self.num_blocks + num_scratch, other.num_blocks + num_scratch, is_same
-        )
+        scratch_ids = self.scratch_ids if is_same else range(0)
+        sources, targets = check_moves(moves, self.num_blocks, other.num_blocks, is_same, scratch_ids)
         if not len(sources):
             return
-        rounds = split_rounds(sources, targets, self.scratch_ids) if is_same else [(sources, targets)]
+        rounds = split_rounds(sources, targets, scratch_ids) if is_same else [(sources, targets)]
         try:
             for round_sources, round_targets in rounds:
                 if self.device != other.device:
                     copy_through_buffers(self, other, round_sources, round_targets)
-                elif is_same and max(round_sources.max(), round_targets.max()) >= self.num_blocks:
+                elif is_same and max(round_sources.max(), round_targets.max()) >= _FIRST_SCRATCH_ID:
                     self._copy_with_scratch(round_sources, round_targets)
                 else:
                     self._copy(*split_alike(self.segments, other.segments), round_sources, round_targets)
@@ -213,19 +214,19 @@ class BlockStorage:
             ) from error
 
     def _copy_with_scratch(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy blocks within the storage, where an id from num_blocks on is that of a scratch block."""
+        """Copy blocks within the storage, scratch blocks among them."""
         if self._scratch is None:
             self._scratch = make_scratch(self, len(self.scratch_ids))
         tables = (self.segments, self._scratch)
-        from_scratch, to_scratch = sources >= self.num_blocks, targets >= self.num_blocks
+        from_scratch, to_scratch = sources >= _FIRST_SCRATCH_ID, targets >= _FIRST_SCRATCH_ID
         for is_from, source in enumerate(tables):
             for is_to, target in enumerate(tables):
                 chosen = (from_scratch == is_from) & (to_scratch == is_to)
                 if chosen.any():
                     self._copy(
                         *split_alike(source, target),
-                        sources[chosen] - is_from * self.num_blocks,
-                        targets[chosen] - is_to * self.num_blocks,
+                        sources[chosen] - is_from * _FIRST_SCRATCH_ID,
+                        targets[chosen] - is_to * _FIRST_SCRATCH_ID,
                     )
 
     def read_block(self, block_id: int) -> bytes:

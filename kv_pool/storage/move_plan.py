@@ -15,7 +15,7 @@ Moves = Sequence[BlockMove] | Sequence[tuple[int, int]] | npt.NDArray[np.integer
 
 
 def check_moves(
-    moves: Moves, num_sources: int, num_targets: int, same_blocks: bool
+    moves: Moves, num_sources: int, num_targets: int, same_blocks: bool, scratch_ids: range = range(0)
 ) -> tuple[IntArray, IntArray]:
     """The plan's source and target ids, each (num_moves,), int64, in the plan's order.
 
@@ -23,6 +23,7 @@ def check_moves(
         moves: `BlockMove`s or pairs, or a (num_moves, 2) integer array of them.
         num_sources, num_targets: blocks of the two storages.
         same_blocks: both are one storage, so that a move from a block to itself is a mistake.
+        scratch_ids: further ids, of sources and targets.
     Raises:
         InvalidTypeError: not pairs of integers.
         InvalidBlockError: an id that is not of its storage.
@@ -34,7 +35,7 @@ def check_moves(
     sources = np.ascontiguousarray(plan[:, 0], np.int64)
     targets = np.ascontiguousarray(plan[:, 1], np.int64)
     for name, ids, num_blocks in (("source", sources, num_sources), ("target", targets, num_targets)):
-        outside = (ids < 0) | (ids >= num_blocks)
+        outside = ((ids < 0) | (ids >= num_blocks)) & ((ids < scratch_ids.start) | (ids >= scratch_ids.stop))
         if outside.any():
             first = int(np.argmax(outside))
             raise InvalidBlockError(
