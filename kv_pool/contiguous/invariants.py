@@ -5,8 +5,8 @@
     F3  no age is above `now` but KEPT, which blocks of the bands above the default one have, and no others
     F4  the chunks of a buddy system are those of the free ids: aligned, disjoint, and no two free buddies
 
-    C1  sources and targets are disjoint, and no id is twice in either; but for an exchange, which is two moves
-        between the same two ids, both ways
+    C1  sources and targets are disjoint, and no id is twice in either; but for an exchange, which is two
+        moves between the same two ids, both ways
     C2  every source is in use or cached; every target is free, and not cached once it is copied over; one
         block of an exchange is free and cached, the other in use or cached
     C3  neither the null block nor a held one is a source or a target

@@ -1,7 +1,7 @@
 """Random lives of a pool whose cache is always full: compaction evicts nothing, and comes to rest.
 
-Held against a slow model: what each sequence has written, and which content is cached under which hash, next to
-be evicted first.
+Held against a slow model: what each sequence has written, and which content is cached under which hash, next
+to be evicted first.
 """
 
 import random
@@ -22,7 +22,7 @@ NUM_BLOCKS, NUM_STEPS, RUN_LENGTH = 64, 150, 4
 
 
 class LaterBreakingCopy(BreakingCopy):
-    """Copies as the CPU does, `num_good_calls` times; the call after these breaks off, if that is not None."""
+    """Breaks off at the call after `num_good_calls` of them, if that is not None."""
 
     num_good_calls = None
 
