@@ -61,9 +61,7 @@ class Engine:
         self.sequences = PagedSequences(
             KVCacheManager(self.pool), allocate_storage(self.model, NUM_BLOCKS, BLOCK_SIZE), RUN_LENGTH
         )
-        self.defragmenter = Defragmenter(
-            self.sequences, interval_s=0, max_moves=MAX_MOVES, max_evictions=MAX_MOVES
-        )
+        self.defragmenter = Defragmenter(self.sequences, interval_s=0, max_moves=MAX_MOVES)
         self.running: list[Request] = []
 
     def admit(self, waiting: list[Request]) -> None:

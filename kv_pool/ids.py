@@ -27,8 +27,9 @@ TokenIds = Sequence[int] | TokenArray
 class BlockMove(NamedTuple):
     """Copy the bytes of block `source` over those of block `target`; the source keeps its own.
 
-    A plan is a list of moves. Within one storage no block is the target of one move and part of another, so
-    that the moves may run in any order and all at once; one block may be the source of several.
+    A plan is a list of moves with distinct targets, which are made at once: each target gets what its source
+    held before. One block may be the source of several. Where a block is the target of one move and the
+    source of another, the order of copies matters; `BlockStorage.apply_moves` sees to it.
     """
 
     source: int

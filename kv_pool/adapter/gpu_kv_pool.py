@@ -82,8 +82,8 @@ class GPUKVPool(KVPoolProtocol):
     Args:
         block_size: tokens per block.
         device_id: of this pool; distinct among pools that are connected.
-        storage: the bytes of the blocks. Without one, whoever holds them copies in `on_moved`, or there are
-            none, and nothing can be migrated.
+        storage: the bytes of the blocks. Without one, whoever holds them copies in `on_moved`, all moves at
+            once as `BlockStorage.apply_moves` does, or there are none, and nothing can be migrated.
         block_bytes: for `AllocationResult`, where there is no storage.
         reserved_blocks: free blocks that requests of priority 0 leave alone.
         max_pinned_blocks: how many blocks may be pinned at once; None for all, however many they become.
@@ -182,7 +182,12 @@ class GPUKVPool(KVPoolProtocol):
         self.holdings = Holdings(self.block_pool, self._pins, clock, device_id)
         self._victims = Victims(self.holdings, eviction_policy, on_evicted)
         self._take = Allocation(
-            self.block_pool, self.holdings, self._victims, self.count_available, self._copy_moves, on_moved
+            self.block_pool,
+            self.holdings,
+            self._victims,
+            self.count_available,
+            self._copy_moves,
+            None if on_moved is None else self._note_moved,
         ).take
         # Bound here: a short call feels each step in between.
         self._holders = self.holdings.holders
@@ -645,17 +650,20 @@ class GPUKVPool(KVPoolProtocol):
         Without a goal all blocks in use go to the lowest ids. With one just so many are moved as it takes, of
         the emptiest stretches of `run_length` ids, and most sequences keep the runs that they have.
         Pinned, held and watched blocks stay. Sequences, references, hashes and the order of eviction are what
-        they were. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
+        they were: by default nothing is evicted, and where the cache is full blocks in use and cached ones
+        change places. To do so by threshold, or a little at each step of an engine, see `Defragmenter`.
 
         Args:
-            max_evictions: cached blocks that may be lost where too little is empty; with none and a full
-                cache nothing moves.
-            max_moves: stop after so many; the next call goes on from there.
+            max_evictions: cached blocks that may be lost where too little is empty: one copy for each instead
+                of the three of an exchange.
+            max_moves: stop after so many; the next call goes on from there. Two blocks that change places are
+                two moves, so that in a full cache nothing moves with 1.
             goal: the fragmentation rate to come down to, 0 to 1.
         Returns:
             How many blocks changed their id.
         Raises:
-            CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
+            CopyFailedError: a round of moves broke off, see `compaction.apply_moves`. Sequences have their
+                bytes; of blocks that were changing places the cached ones may be evicted.
         """
         with self.lock, self._aborting:
             return compaction.compact(
@@ -665,7 +673,8 @@ class GPUKVPool(KVPoolProtocol):
                 goal=goal,
                 max_moves=max_moves,
                 max_evictions=max_evictions,
-                on_moved=self._on_moved,
+                on_moved=self._note_moved,
+                scratch_ids=compaction.NULL_BLOCK_SLOT if self.storage is None else self.storage.scratch_ids,
             )
 
     def grow(self, num_blocks: int) -> None:
@@ -706,7 +715,7 @@ class GPUKVPool(KVPoolProtocol):
                     f"{max(1, self.reserved_blocks)} are left at least"
                 )
             with self._aborting:
-                compaction.shrink(self.block_pool, num_blocks, self._copy_moves, on_moved=self._on_moved)
+                compaction.shrink(self.block_pool, num_blocks, self._copy_moves, on_moved=self._note_moved)
                 self._set_size(num_left)
 
     def connect(self, peer: "GPUKVPool") -> None:
@@ -912,8 +921,11 @@ class GPUKVPool(KVPoolProtocol):
     def _copy_moves(self, moves: Sequence[BlockMove]) -> None:
         if self.storage is not None:
             self.storage.apply_moves(moves)
-        # The ids are exchanged next, which does not fail.
-        self._num_moved_blocks += len(moves)
+
+    def _note_moved(self, relocation: Relocation) -> None:
+        self._num_moved_blocks += len(relocation.moves)
+        if self._on_moved is not None:
+            self._on_moved(relocation)
 
 
 def is_run(block_ids: Sequence[int]) -> bool:

@@ -14,7 +14,11 @@ def defrag(
         int | None, typer.Option(help="Stop after so many blocks; run it again to go on.", min=1)
     ] = None,
     max_evictions: Annotated[
-        int, typer.Option(help="Cached blocks that may be lost, where too few free ones are empty.", min=0)
+        int,
+        typer.Option(
+            help="Cached blocks that may be lost, where that saves copies; by default none is.",
+            min=0,
+        ),
     ] = 0,
     socket: Socket = None,
     node: Node = None,
@@ -34,4 +38,5 @@ def defrag(
         f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})"
     )
     if not report.moved_blocks and report.fragmentation_rate_after:
-        print("  Nothing can move, unless cached blocks may go for it: see --max-evictions.")
+        reason = "two blocks that change places are two moves" if max_moves == 1 else "all is packed, or held"
+        print(f"  Nothing moved: {reason}.")

@@ -6,20 +6,23 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
+from kv_pool.contiguous.block_copying import BlockCopying, CopyBlocks
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CopyBlocks = Callable[[Sequence[BlockMove]], object]
-"""Copies each source's bytes over its target's, or queues that; raises where it could not."""
-
 _MAX_ROUNDS = 64
+
+NULL_BLOCK_SLOT = (0,)
+"""The scratch slot of copies without one of their own: no request has its tokens in the null block. Attention
+masks what it reads there, and finds finite numbers, those of another block."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Relocation:
 
     Attributes:
         epoch: the pool's `epoch` from here on.
-        moves: (old id, new id) of each block that moved, in any order; the old ids are free now.
+        moves: (old id, new id) of each block that moved, in any order. Two blocks that changed places are two
+            moves: apply all of them at once. The other old ids are free now.
         num_blocks: of the pool.
     """
 
@@ -58,40 +62,94 @@ def apply_moves(
     copy: CopyBlocks,
     *,
     on_moved: Callable[[Relocation], object] | None = None,
+    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
 ) -> Relocation:
     """Copy the bytes of each source over its target's, then let the two blocks exchange their ids.
 
     Block objects stay what they are, but for `block_id`: tables of objects, references, hashes and the order
     of eviction are untouched, no event is sent, and the same prefixes are found. What is cached in a target
-    is evicted first, since the copy overwrites it.
+    is evicted first, since the copy overwrites it; unless there is a reverse move, from the target to the
+    source. Such two blocks exchange their bytes, too, through a scratch slot: three copies.
 
     Args:
-        copy: called once with all moves, not at all for none.
+        copy: called with all moves but the exchanges, then with the copies of exchanges, see `BlockCopying`.
         on_moved: called with what moved, if anything: also where a signal handler raises just after the ids
             have changed.
+        scratch_ids: ids that `copy` takes as sources and targets as well, and that hold nothing between two
+            calls: as many exchanges are copied at a time. `BlockStorage.scratch_ids` are those of a storage;
+            by default the null block's slot.
     Returns:
         What moved. Remap every table of ids before any block is taken from the pool. An old id may be taken
         at once; whoever writes there queues that behind the copy.
     Raises:
-        InvalidArgumentError: C1: an id twice among sources and targets.
+        InvalidArgumentError: C1: an id twice among sources and targets, or exchanges without `scratch_ids`.
         InvalidBlockError: C2, C3: a source without content, a target that is in use, the null
             block, a held or unknown one. In both cases nothing has changed, and nothing was copied.
-        Whatever `copy` raises: no id has changed; targets that were cached are evicted.
+        Whatever `copy` raises, or a signal handler: blocks in use have their bytes. Without exchanges no id
+            has changed, and targets that were cached are evicted. Otherwise what was moved by then has its
+            new ids, and the cached blocks of exchanges that were not complete are evicted.
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), besides the copy.
     """
-    overwritten = check_moves(pool, moves)
+    checked = check_moves(pool, moves)
     if not moves:
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
-    if overwritten:
-        pool.evict_blocks(overwritten)
-    relocation = Relocation(pool.epoch + 1, list(moves), pool.num_gpu_blocks)
-    copy(moves)
+    if checked.exchanges and not scratch_ids:
+        raise InvalidArgumentError(
+            f"{len(checked.exchanges)} exchanges need a scratch slot; name one in scratch_ids"
+        )
+    if checked.overwritten:
+        pool.evict_blocks(checked.overwritten)
+    made = _Relocating(pool, moves, BlockCopying(pool, checked, copy, scratch_ids), on_moved)
     try:
-        pool.swap_block_ids(moves)
-    finally:
-        if on_moved is not None and pool.epoch == relocation.epoch:
-            on_moved(relocation)
-    return relocation
+        made.copying.run()
+        made.change_ids()
+    except BaseException:
+        try:
+            made.settle()
+        except BaseException:
+            made.settle()
+            raise
+        raise
+    return made.relocation
+
+
+class _Relocating:
+    """Moves that are being applied: what has been copied gets its new ids, whatever interrupts it."""
+
+    def __init__(
+        self,
+        pool: RunBlockPool,
+        moves: Sequence[BlockMove],
+        copying: BlockCopying,
+        on_moved: Callable[[Relocation], object] | None,
+    ) -> None:
+        self.pool = pool
+        self.copying = copying
+        self.relocation = Relocation(pool.epoch + 1, list(moves), pool.num_gpu_blocks)
+        self._epoch = pool.epoch
+        self._on_moved = on_moved
+        self._is_noted = False
+
+    def change_ids(self) -> None:
+        """Exchange the ids of the blocks whose bytes are copied, and tell of it."""
+        if self.copying.done and self.pool.epoch == self._epoch:
+            self.pool.swap_block_ids(self.copying.done)
+        if self.pool.epoch != self._epoch and not self._is_noted:
+            self._is_noted = True
+            if self._on_moved is not None:
+                self._on_moved(self.relocation)
+
+    def settle(self) -> None:
+        """After an interrupt or a failure: as `change_ids`, of what is done; may be called again."""
+        self.pool.rebuild_index()  # ends an exchange of ids that was interrupted
+        if self.copying.endangered:
+            self.pool.evict_blocks([block.block_id for block in self.copying.endangered])
+            self.copying.endangered = []
+        if not self._is_noted:
+            moved = set(chain.from_iterable(self.copying.done))
+            moves = [move for move in self.relocation.moves if move[0] in moved]
+            self.relocation = Relocation(self.relocation.epoch, moves, self.relocation.num_blocks)
+        self.change_ids()
 
 
 def pack(
@@ -101,25 +159,31 @@ def pack(
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
+    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
 ) -> list[Relocation]:
     """Bring the blocks in use to the lowest ids, in as many rounds as `plan_pack` needs.
 
     Args:
         max_moves: of all rounds together; the next call goes on from there.
         max_evictions: of cached blocks, where too little is empty; only the first round overwrites any.
+            Further ones change places with blocks in use.
         on_moved: called after each round: remap tables there.
+        scratch_ids: see `apply_moves`; with none blocks do not change places, and in a full cache nothing
+            moves.
     Raises:
         Whatever `copy` raises: the rounds before have happened.
     """
     relocations: list[Relocation] = []
     for _ in range(_MAX_ROUNDS):
-        moves = plan.plan_pack(pool, max_moves=max_moves, max_evictions=max_evictions)
+        moves = plan.plan_pack(
+            pool, max_moves=max_moves, max_evictions=max_evictions, exchanges=len(scratch_ids) > 0
+        )
         if not moves:
             break
         max_evictions = 0
         if max_moves is not None:
             max_moves -= len(moves)
-        relocations.append(apply_moves(pool, moves, copy, on_moved=on_moved))
+        relocations.append(apply_moves(pool, moves, copy, on_moved=on_moved, scratch_ids=scratch_ids))
     return relocations
 
 
@@ -132,14 +196,16 @@ def gather(
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
+    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
 ) -> Relocation:
     """Bring free blocks together in runs of `run_length` until the fragmentation rate is `goal` or below.
 
     Fewer moves than `pack`, and tables of long runs keep them; see `plan.plan_gather` for the arguments.
     Args:
         on_moved: called if anything moved: remap tables there.
+        scratch_ids: see `pack`.
     Raises:
-        Whatever `copy` raises: nothing has moved.
+        Whatever `copy` raises: see `apply_moves`.
     """
     moves = plan.plan_gather(
         pool,
@@ -147,8 +213,9 @@ def gather(
         goal=goal,
         max_moves=max_moves,
         max_evictions=max_evictions,
+        exchanges=len(scratch_ids) > 0,
     )
-    return apply_moves(pool, moves, copy, on_moved=on_moved)
+    return apply_moves(pool, moves, copy, on_moved=on_moved, scratch_ids=scratch_ids)
 
 
 def compact(
@@ -160,8 +227,9 @@ def compact(
     max_moves: int | None = None,
     max_evictions: int = 0,
     on_moved: Callable[[Relocation], object] | None = None,
+    scratch_ids: Sequence[int] = NULL_BLOCK_SLOT,
 ) -> int:
-    """`gather` to a goal, or `pack` without one.
+    """`gather` to a goal, or `pack` without one. Nothing is evicted by default, in a full cache either.
 
     Returns:
         How many blocks changed their id.
@@ -172,7 +240,14 @@ def compact(
     if max_moves is not None:
         max_moves = as_int("max_moves", max_moves)
     if goal is None:
-        rounds = pack(pool, copy, max_moves=max_moves, max_evictions=max_evictions, on_moved=on_moved)
+        rounds = pack(
+            pool,
+            copy,
+            max_moves=max_moves,
+            max_evictions=max_evictions,
+            on_moved=on_moved,
+            scratch_ids=scratch_ids,
+        )
         return sum(len(relocation.moves) for relocation in rounds)
     check_number("goal", goal)
     relocation = gather(
@@ -183,6 +258,7 @@ def compact(
         max_moves=max_moves,
         max_evictions=max_evictions,
         on_moved=on_moved,
+        scratch_ids=scratch_ids,
     )
     return len(relocation.moves)
 

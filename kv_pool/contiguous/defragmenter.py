@@ -42,8 +42,10 @@ class Defragmenter:
             default, so that the next one is not due at once.
         interval_s: seconds from one look at an idle pool to the next; a compaction that has begun goes on
             at every step.
-        max_moves: per step; None for a whole compaction in one step.
-        max_evictions: cached blocks that a step may overwrite where too little is empty.
+        max_moves: per step; None for a whole compaction in one step. Two blocks that change places are two
+            moves: in a full cache a step with 1 moves nothing.
+        max_evictions: cached blocks that a step may overwrite where too little is empty, which takes fewer
+            copies; by default nothing is evicted.
         clock: seconds.
 
     Attributes:

@@ -2,47 +2,93 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockMove
 
 
-def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> list[int]:
+class CheckedMoves(NamedTuple):
+    """A plan that may be applied.
+
+    Attributes:
+        one_way: moves to blocks whose content is not needed.
+        exchanges: one move for each exchange, whose target is free and cached; the reverse move is left out.
+        overwritten: targets of `one_way` that are cached and would be evicted.
+    """
+
+    one_way: list[BlockMove]
+    exchanges: list[BlockMove]
+    overwritten: list[int]
+
+
+def check_moves(pool: BlockPoolCore, moves: Sequence[BlockMove]) -> CheckedMoves:
     """Check C1, C2 and C3 of `contiguous/invariants.py`.
 
-    Returns:
-        The targets that are cached and would be evicted.
     Raises:
         InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
     """
     blocks = pool.blocks
     ids: list[int] = list(chain.from_iterable(moves))
-    chosen = set(ids)
-    if len(chosen) != len(ids):
-        seen: set[int] = set()
-        for block_id in ids:
-            if block_id in seen:
-                raise InvalidArgumentError(
-                    f"C1: block {block_id} is in two moves; each id is the source or target of one"
-                )
-            seen.add(block_id)
-    cached: list[int] = []
+    checked = CheckedMoves([], [], [])
     if not ids:
-        return cached
+        return checked
+    chosen = set(ids)
+    if len(chosen) == len(ids):
+        checked.one_way.extend(moves)
+    else:
+        _split(moves, checked)
     if min(ids) < 1 or max(ids) >= len(blocks):
         wrong = min(ids) if min(ids) < 1 else max(ids)
         raise InvalidBlockError(
             f"C3: block {wrong} does not move: it is the null block, or outside 1..{len(blocks) - 1}"
         )
     pool.holds.check_movable(chosen)
-    for source, target in moves:
-        block = blocks[source]
-        if block.ref_cnt == 0 and block.key is None:
-            raise InvalidBlockError(f"C2: block {source} is neither in use nor cached: nothing to move")
+    for source, target in checked.one_way:
+        _check_content(blocks[source])
         block = blocks[target]
         if block.ref_cnt != 0:
             raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
         if block.key is not None:
-            cached.append(target)
-    return cached
+            checked.overwritten.append(target)
+    for position, (source, target) in enumerate(checked.exchanges):
+        _check_content(blocks[source])
+        _check_content(blocks[target])
+        if blocks[target].ref_cnt != 0:
+            if blocks[source].ref_cnt != 0:
+                raise InvalidBlockError(
+                    f"C2: blocks {source} and {target} are both in use; one of an exchange is free and cached"
+                )
+            checked.exchanges[position] = BlockMove(target, source)
+    return checked
+
+
+def _check_content(block: KVCacheBlock) -> None:
+    if block.ref_cnt == 0 and block.key is None:
+        raise InvalidBlockError(f"C2: block {block.block_id} is neither in use nor cached: nothing to move")
+
+
+def _split(moves: Sequence[BlockMove], checked: CheckedMoves) -> None:
+    """Tell exchanges from other moves, the first move of each in the plan's order. Raise for C1."""
+    target_of: dict[int, int] = dict(moves)
+    seen: set[int] = set()
+    awaited: set[int] = set()  # sources of the reverse moves of exchanges
+    for source, target in moves:
+        is_exchange = source != target and target_of.get(target, -1) == source
+        if is_exchange and source in awaited and target_of[source] == target:
+            awaited.remove(source)
+            continue
+        for block_id in (source, target):
+            if block_id in seen:
+                raise InvalidArgumentError(
+                    f"C1: block {block_id} is in two moves; each id is the source or target of one, "
+                    "unless two moves exchange two blocks"
+                )
+            seen.add(block_id)
+        if is_exchange:
+            awaited.add(target)
+            checked.exchanges.append(BlockMove(source, target))
+        else:
+            checked.one_way.append(BlockMove(source, target))

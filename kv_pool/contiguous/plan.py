@@ -73,6 +73,7 @@ def plan_pack(
     *,
     max_moves: int | None = None,
     max_evictions: int = 0,
+    exchanges: bool = True,
 ) -> list[BlockMove]:
     """One round of moves that brings the blocks in use to the lowest ids, with nothing evicted.
 
@@ -80,15 +81,20 @@ def plan_pack(
         moves    the U right of the bar go into the empty slots left of it, the c there into those right of it
         after    U U . U U | . c c U        and so on, until no U is right of the bar
 
-    Args:
-        max_moves: plan no more than this many; the highest ids go first.
-        max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
-            is empty; none of a band above the default one. With a full cache and 0 nothing can move.
-    Returns:
-        The moves, which may be made in any order; [] when the pool is packed, or nothing can move. Where
-        cached blocks are in the way it takes several rounds: plan again after each.
+        before   U c c U | c U c U c        a full cache: nothing is empty
+        moves    each U right of the bar and a c left of it change places
+        after    U U U U | c c c c c
 
-    Where nothing is cached, one round is enough, and is the least number of moves.
+    Args:
+        max_moves: plan no more than this many; the highest ids go first. An exchange is two moves.
+        max_evictions: cached blocks that may be overwritten, those next in eviction order, where too little
+            is empty; none of a band above the default one. This takes fewer copies than an exchange.
+        exchanges: plan exchanges; without them and with a full cache nothing can move.
+    Returns:
+        The moves, for `apply_moves`; [] when the pool is packed, or nothing can move. Where cached blocks are
+        in the way it may take several rounds: plan again after each.
+
+    Where nothing is cached, or nothing is empty, one round is enough, and is the least number of moves.
     Cost: O(number of blocks), in NumPy.
     """
     import numpy as np
@@ -106,10 +112,22 @@ def plan_pack(
     num_direct = min(len(sources), len(targets), num_moves)
     num_in_the_way = min(len(sources) - num_direct, len(in_the_way), len(shelters), num_moves - num_direct)
     # Each kind by ascending id: what lies side by side goes side by side wherever the room does.
-    return _pair(
+    moves = _pair(
         np.concatenate((sources[:num_direct][::-1], in_the_way[:num_in_the_way])).tolist(),
         np.concatenate((targets[:num_direct], shelters[:num_in_the_way][::-1])).tolist(),
     )
+    if exchanges:
+        # The next round moves as many directly as blocks make room in this one.
+        num_exchanges = min(
+            len(sources) - num_direct - num_in_the_way,
+            len(in_the_way) - num_in_the_way,
+            (num_moves - len(moves)) // 2,
+        )
+        moves += _pair_both_ways(
+            sources[num_direct : num_direct + num_exchanges][::-1].tolist(),
+            in_the_way[num_in_the_way : num_in_the_way + num_exchanges].tolist(),
+        )
+    return moves
 
 
 def plan_gather(
@@ -119,6 +137,7 @@ def plan_gather(
     goal: float = 0.0,
     max_moves: int | None = None,
     max_evictions: int = 0,
+    exchanges: bool = True,
 ) -> list[BlockMove]:
     """Gather what is free into runs of `run_length`, with fewer moves than a pack takes.
 
@@ -127,17 +146,20 @@ def plan_gather(
 
     The windows are those at multiples of `run_length`. Those with least in use are cleared, as many as bring
     the unusable share of the free blocks down to `goal`; what was there goes into the empty slots of those
-    with most in use. Tables stay as whole as they are elsewhere.
+    with most in use, or changes places with what is cached there. Tables stay as whole as they are elsewhere.
 
     Args:
         goal: `fragmentation.get_unusable_share` to come down to, 0 to 1.
-        max_moves: plan no more than this many; planning again goes on where this one ends.
+        max_moves: plan no more than this many; planning again goes on where this one ends. An exchange is
+            two moves.
         max_evictions: cached blocks that may be overwritten where too little is empty: of those in the full
-            windows the ones used longest ago, as far as ages tell; none of a band above the default one.
+            windows the ones used longest ago, as far as ages tell; none of a band above the default one. This
+            takes fewer copies than an exchange.
+        exchanges: plan exchanges; without them and with a full cache nothing can move.
     Returns:
-        The moves, which may be made in any order; [] when the goal is reached, or nothing can move. Windows
-        of the null block and of held ones are never cleared: with few windows, or many holds, the goal may
-        be out of reach.
+        The moves, for `apply_moves`; [] when the goal is reached, or nothing can move. Windows of the null
+        block and of held ones are never cleared: with few windows, or many holds, the goal may be out of
+        reach.
     Raises:
         InvalidArgumentError: `run_length` is below 1.
     Cost: O(number of blocks), in NumPy.
@@ -177,7 +199,8 @@ def plan_gather(
         found: NDArray[np.int64] = windows[rows] * run_length + columns
         return found
 
-    source_ids = ids_in(sources, movable)[:max_moves]
+    num_moves = pool.num_gpu_blocks if max_moves is None else max_moves
+    source_ids = ids_in(sources, movable)[:num_moves]
     target_ids = ids_in(kept, cut(blocks.empty, False))
     if len(target_ids) < len(source_ids) and max_evictions > 0:
         cached_ids = ids_in(kept, cut(blocks.cached & ~blocks.kept, False))
@@ -185,7 +208,15 @@ def plan_gather(
         ages = np.frombuffer(pool.run_index.ages, dtype=np.uint8)[cached_ids]
         oldest = cached_ids[np.argsort(ages, kind="stable")][:max_evictions]
         target_ids = np.concatenate((target_ids, oldest))
-    return _pair(source_ids.tolist(), target_ids.tolist())
+    moves = _pair(source_ids.tolist(), target_ids.tolist())
+    if exchanges and len(moves) < len(source_ids):
+        cached_ids = ids_in(kept, cut(blocks.cached, False))
+        partners = cached_ids[~np.isin(cached_ids, target_ids)]
+        num_exchanges = (num_moves - len(moves)) // 2
+        moves += _pair_both_ways(
+            source_ids[len(moves) :][:num_exchanges].tolist(), partners[:num_exchanges].tolist()
+        )
+    return moves
 
 
 def plan_clear_run(pool: RunBlockPool, num_blocks: int, *, spares_kept: bool = False) -> RunClearance | None:
@@ -290,6 +321,14 @@ def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
 def _pair(sources: list[int], targets: list[int]) -> list[BlockMove]:
     """Each source to the target beside it; the longer list's rest is left out."""
     return list(map(_make_move, zip(sources, targets, strict=False)))
+
+
+def _pair_both_ways(sources: list[int], targets: list[int]) -> list[BlockMove]:
+    """As `_pair`, each pair as the two moves of an exchange."""
+    exchanged: list[BlockMove] = []
+    for source, target in zip(sources, targets, strict=False):
+        exchanged += (_make_move((source, target)), _make_move((target, source)))
+    return exchanged
 
 
 def _list_evictable(pool: RunBlockPool, blocks: _Map) -> Iterable[int]:

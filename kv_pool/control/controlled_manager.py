@@ -1,7 +1,7 @@
 """`ControlledManager`: a `KVCacheManager` with its engine's lock, as operators and defragmenters see it."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kv_pool.contiguous import compaction
-from kv_pool.contiguous.compaction import CopyBlocks, Relocation
+from kv_pool.contiguous.block_copying import CopyBlocks
+from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_type
 from kv_pool.core.block import KVCacheBlock
@@ -42,7 +43,8 @@ class ControlledManager:
 
     Args:
         storage: the bytes of the blocks, which compaction and migration move. Without one nothing migrates.
-        copy: copies the bytes of blocks in a compaction; `storage.apply_moves` by default.
+        copy: copies the bytes of blocks in a compaction, the null block's slot being free for its use;
+            `storage.apply_moves` by default, which has scratch blocks of its own.
         lock: the engine holds it from `allocate_slots` until the step's bytes are in the blocks, and whenever
             it calls the manager; reentrant. None for a new one.
         on_moved: called with a `Relocation` when ids have changed, with the lock held: remap tables of ids
@@ -75,6 +77,7 @@ class ControlledManager:
         self.run_length = as_int("run_length", run_length)
         self.device_id = as_int("device_id", device_id)
         self._storage = storage
+        self._copies_by_storage = copy is None and storage is not None
         self._copy = storage.apply_moves if copy is None and storage is not None else copy
         self._on_moved = on_moved
         self._requests: Mapping[str, SchedulableRequest] = {} if requests is None else requests
@@ -144,14 +147,15 @@ class ControlledManager:
     ) -> int:
         """Bring blocks in use together, as `GPUKVPool.defragment`, between two steps of the engine.
 
-        Pinned, held and watched blocks stay.
+        Pinned, held and watched blocks stay. By default nothing is evicted, in a full cache either.
 
         Returns:
             How many blocks changed their id; `on_moved` was called for each round of moves.
         Raises:
             ControlError: the pool has no runs, or the manager was given without `on_moved` or a way to copy.
                 Nothing has changed.
-            CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
+            CopyFailedError: a round of moves broke off, see `compaction.apply_moves`. Requests have their
+                bytes; of blocks that were changing places the cached ones may be evicted.
         """
         pool, copy, on_moved = self.block_pool, self._copy, self._on_moved
         if not isinstance(pool, RunBlockPool):
@@ -166,6 +170,9 @@ class ControlledManager:
             self._num_moved_blocks += len(relocation.moves)
             on_moved(relocation)
 
+        scratch_ids: Sequence[int] = compaction.NULL_BLOCK_SLOT
+        if self._copies_by_storage and self._storage is not None:
+            scratch_ids = self._storage.scratch_ids
         with self.lock:
             return compaction.compact(
                 pool,
@@ -175,6 +182,7 @@ class ControlledManager:
                 max_moves=max_moves,
                 max_evictions=max_evictions,
                 on_moved=note_moved,
+                scratch_ids=scratch_ids,
             )
 
     # ---- inside ----------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_evictions: Annotated[
         int,
         msgspec.Meta(ge=0),
-        Option("Cached blocks that such a step may lose, where too few free ones are empty.", panel=_DEFRAG),
-    ] = 16
+        Option("Cached blocks that such a step may lose instead of moving them.", panel=_DEFRAG),
+    ] = 0
     speedup: Annotated[float, msgspec.Meta(gt=0), Option("Requests come so much faster.")] = 1.0
     trace_block_size: Annotated[_Count | None, TRACE_BLOCK_SIZE] = None
     timestamp_unit: Annotated[Literal["ms", "s"], Option("Of the trace: ms or s.")] = "ms"

@@ -9,7 +9,7 @@ import numpy as np
 
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, InvalidBlockError
 from kv_pool.storage.copy_cpu import copy_on_cpu
-from kv_pool.storage.move_plan import Moves, check_moves
+from kv_pool.storage.move_plan import Moves, check_moves, split_rounds
 from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
 from kv_pool.storage.tensors import find_device, find_dtype, find_place, find_strides_bytes
 
@@ -17,6 +17,11 @@ CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]
 """Copies block sources[i] of one table to targets[i] of another, both tables on one device and cut alike."""
 
 _BUFFER_BYTES = 64 * 1024 * 1024
+
+_SCRATCH_BYTES = 32 * 1024 * 1024
+
+_FIRST_SCRATCH_ID = 2**32
+"""No block has such an id, so that one that is too large by mistake is not taken for a scratch block's."""
 
 
 class BlockStorage:
@@ -43,6 +48,7 @@ class BlockStorage:
         self.device = device
         self.block_format = block_format
         self._copy = find_copy(device) if copy is None else copy
+        self._scratch: SegmentTable | None = None
         self._copy_stream: Any = None
         self._engine_streams: tuple[Any, ...] = ()
 
@@ -89,6 +95,17 @@ class BlockStorage:
         """Bytes of one block, all layers, K and V, without padding."""
         return self.segments.block_bytes
 
+    @property
+    def scratch_ids(self) -> range:
+        """Ids that `apply_moves` takes besides those of the blocks: scratch blocks, 32 MiB of them or one.
+
+        Their memory belongs to the storage, is allocated at the first use and kept. The null block's slot is
+        not used for this, since an engine may rely on its content, such as zeros for padding. A plan with
+        cycles overwrites scratch blocks that it does not name.
+        """
+        num_blocks = min(self.num_blocks, max(1, _SCRATCH_BYTES // self.block_bytes))
+        return range(_FIRST_SCRATCH_ID, _FIRST_SCRATCH_ID + num_blocks)
+
     def use_copy_stream(self, *engine_streams: Any) -> None:
         """Let `apply_moves` queue its copies on a stream of this storage's own, on a GPU.
 
@@ -108,21 +125,27 @@ class BlockStorage:
 
         self._engine_streams = engine_streams or (torch.cuda.current_stream(self.device),)
         self._copy_stream = torch.cuda.Stream(self.device)
+        self._scratch = None  # its memory belongs to the stream that it was taken on
 
     def apply_moves(self, moves: Moves) -> None:
         """Copy whole blocks inside this storage: all layers, K and V.
 
         Args:
-            moves: `BlockMove`s; no block may be the target of one move and part of another.
+            moves: `BlockMove`s with distinct targets, made at once: each target gets what its source holds
+                before the call. Two blocks may so change places, or several in a cycle. Ids may be those of
+                `scratch_ids`.
         Raises:
             InvalidTypeError, InvalidBlockError, InvalidArgumentError: no such plan. Nothing was copied.
-            CopyFailedError: broke off half-way. Every source still holds its bytes, and so does every block
-                that is no target; the targets may hold anything. Ids stay as they were: nothing has moved.
+            CopyFailedError: broke off half-way. Every block that is no target still holds its bytes; the
+                targets may hold anything, also those that are sources of other moves. A caller that cannot
+                do without these copies them in calls of their own, as `BlockCopying` does. Ids stay as they
+                were: nothing has moved.
 
         On the CPU the copy is done on return. On a GPU it is queued on the current stream (or see
         `use_copy_stream`), and an error of the device shows at the next `synchronize`; reuse a source only by
         work queued behind it, or then.
-        Cost: the bytes of the plan, read once and written once; on a GPU one launch for all layers.
+        Cost: the bytes of the plan, read once and written once; on a GPU one launch for all layers. Cycles
+        take a copy more each, and with chains (1 -> 2, 2 -> 3) the longest one's length in launches.
         Contract: invariants C1, C4, C9 and C10 of compaction.
         """
         if self._copy_stream is None:
@@ -170,19 +193,41 @@ class BlockStorage:
             torch.cuda.current_stream(self.device).wait_stream(self._copy_stream)
 
     def _copy_blocks(self, other: BlockStorage, moves: Moves) -> None:
-        sources, targets = check_moves(moves, self.num_blocks, other.num_blocks, other is self)
+        is_same = other is self
+        scratch_ids = self.scratch_ids if is_same else range(0)
+        sources, targets = check_moves(moves, self.num_blocks, other.num_blocks, is_same, scratch_ids)
         if not len(sources):
             return
+        rounds = split_rounds(sources, targets, scratch_ids) if is_same else [(sources, targets)]
         try:
-            if self.device == other.device:
-                self._copy(*split_alike(self.segments, other.segments), sources, targets)
-            else:
-                copy_through_buffers(self, other, sources, targets)
+            for round_sources, round_targets in rounds:
+                if self.device != other.device:
+                    copy_through_buffers(self, other, round_sources, round_targets)
+                elif is_same and max(round_sources.max(), round_targets.max()) >= _FIRST_SCRATCH_ID:
+                    self._copy_with_scratch(round_sources, round_targets)
+                else:
+                    self._copy(*split_alike(self.segments, other.segments), round_sources, round_targets)
         except Exception as error:
             raise CopyFailedError(
                 f"copying {len(sources)} blocks from {self.device} to {other.device} broke off: {error}. The "
-                "sources are intact; the target blocks may hold anything"
+                "sources are intact, unless they are targets; the target blocks may hold anything"
             ) from error
+
+    def _copy_with_scratch(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy blocks within the storage, scratch blocks among them."""
+        if self._scratch is None:
+            self._scratch = make_scratch(self, len(self.scratch_ids))
+        tables = (self.segments, self._scratch)
+        from_scratch, to_scratch = sources >= _FIRST_SCRATCH_ID, targets >= _FIRST_SCRATCH_ID
+        for is_from, source in enumerate(tables):
+            for is_to, target in enumerate(tables):
+                chosen = (from_scratch == is_from) & (to_scratch == is_to)
+                if chosen.any():
+                    self._copy(
+                        *split_alike(source, target),
+                        sources[chosen] - is_from * _FIRST_SCRATCH_ID,
+                        targets[chosen] - is_to * _FIRST_SCRATCH_ID,
+                    )
 
     def read_block(self, block_id: int) -> bytes:
         """The bytes of one block in the order of `block_format`: block_bytes of them. Waits for the device.
@@ -257,6 +302,23 @@ def make_device_buffer(
     tensor = torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device)
     row = Segment(tensor.data_ptr(), block_bytes, block_bytes, tensor)
     return BlockStorage(SegmentTable.from_segments([row], num_blocks), device, block_format, copy)
+
+
+def make_scratch(storage: BlockStorage, num_blocks: int) -> SegmentTable:
+    """Further blocks on a storage's device, cut like its own, so that no copy has to cut a table."""
+    spans = storage.segments.spans
+    sizes = storage.block_bytes, num_blocks, storage.block_format
+    if storage.device == "cpu":
+        whole = make_host_buffer(*sizes).segments
+    else:
+        whole = make_device_buffer(*sizes, storage.device, storage._copy).segments
+    return SegmentTable(
+        num_blocks,
+        whole.bases[0] + np.cumsum(spans) - spans,
+        np.full_like(spans, storage.block_bytes),
+        spans,
+        whole.owners * len(spans),
+    )
 
 
 def copy_through_buffers(

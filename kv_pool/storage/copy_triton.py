@@ -19,6 +19,8 @@ NUM_WARPS = 4
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 # 16 KiB in flight a program: with 8 programs on a multiprocessor far more than the memory's latency asks for.
 _PIECE_WORDS = (256, 1024, 4096)
+# A storage, and both ways between it and its scratch blocks; and one more.
+_MAX_PAIRS = 4
 
 
 class TritonCopy:
@@ -30,9 +32,8 @@ class TritonCopy:
 
     def __init__(self) -> None:
         self._kernel = make_kernel()
-        # Weakly, or memory that nobody uses any more would stay.
-        self._last_tables: tuple[ref[SegmentTable], ref[SegmentTable]] | None = None
-        self._last_pieces: Any = None
+        # Tables weakly, or memory that nobody uses any more would stay. The pair used last is the last one.
+        self._pieces: dict[tuple[ref[SegmentTable], ref[SegmentTable]], Any] = {}
 
     def __call__(
         self, source: SegmentTable, target: SegmentTable, sources: IntArray, targets: IntArray
@@ -46,25 +47,27 @@ class TritonCopy:
 
         Queued on the current stream: one launch, after the ids have been sent. Loads and stores are 16 bytes
         wide where all bases, strides and spans are multiples of that, 4 or 1 else. The pieces of a pair of
-        tables are sent once and kept until another pair is copied.
+        tables are sent once and kept until four other pairs are copied.
         """
         alignment, word, word_bytes = choose_word(gcd(source.alignment, target.alignment))
         longest = int(source.spans.max()) // word_bytes
         piece_words = next((words for words in _PIECE_WORDS if words >= longest), _PIECE_WORDS[-1])
         device = torch.as_tensor(source.owners[0]).device
-        last = self._last_tables
-        if last is None or last[0]() is not source or last[1]() is not target:
-            pieces = cut_into_pieces(source, target, piece_words * word_bytes)
-            self._last_pieces = torch.from_numpy(pieces).to(device)
-            self._last_tables = (ref(source), ref(target))
+        pair = (ref(source), ref(target))
+        pieces = self._pieces.pop(pair, None)
+        if pieces is None:
+            pieces = torch.from_numpy(cut_into_pieces(source, target, piece_words * word_bytes)).to(device)
+        self._pieces[pair] = pieces
+        while len(self._pieces) > _MAX_PAIRS:
+            self._pieces.pop(next(iter(self._pieces)), None)  # another thread may have been faster
         ids = torch.from_numpy(np.stack([sources, targets])).to(device)
-        num_pieces = len(self._last_pieces)
+        num_pieces = len(pieces)
         num_items = len(sources) * num_pieces
         num_programs = min(num_items, _PROGRAMS_PER_MULTIPROCESSOR * _count_multiprocessors(device))
         # -1: no device to switch to, where the interpreter runs on the CPU.
         with torch.cuda.device(device if device.type == "cuda" else -1):
             self._kernel[(num_programs,)](
-                self._last_pieces,
+                pieces,
                 ids[0],
                 ids[1],
                 num_pieces,

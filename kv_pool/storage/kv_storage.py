@@ -275,6 +275,7 @@ class KVStorage(BlockStorage):
         kept = np.arange(min(num_blocks, self.num_blocks))
         self.copy_to(made, np.stack([kept, kept], axis=1))
         self.tensors, self.segments, self._views = made.tensors, made.segments, made._views
+        self._scratch = None
 
     def _get_views(self, layer: int) -> tuple[Any, ...]:
         if not 0 <= layer < self.num_layers:

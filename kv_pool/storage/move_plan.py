@@ -1,5 +1,6 @@
 """Plans of block moves, checked before a byte is touched."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -14,18 +15,19 @@ Moves = Sequence[BlockMove] | Sequence[tuple[int, int]] | npt.NDArray[np.integer
 
 
 def check_moves(
-    moves: Moves, num_sources: int, num_targets: int, same_blocks: bool
+    moves: Moves, num_sources: int, num_targets: int, same_blocks: bool, scratch_ids: range = range(0)
 ) -> tuple[IntArray, IntArray]:
     """The plan's source and target ids, each (num_moves,), int64, in the plan's order.
 
     Args:
         moves: `BlockMove`s or pairs, or a (num_moves, 2) integer array of them.
         num_sources, num_targets: blocks of the two storages.
-        same_blocks: both are one storage, so that a block must not be both read and written.
+        same_blocks: both are one storage, so that a move from a block to itself is a mistake.
+        scratch_ids: further ids, of sources and targets.
     Raises:
         InvalidTypeError: not pairs of integers.
         InvalidBlockError: an id that is not of its storage.
-        InvalidArgumentError: two moves have one target, or a block is the target of one and part of another.
+        InvalidArgumentError: two moves have one target, or a block is moved to itself.
 
     Nothing is copied before this has passed. Cost: O(n log n).
     """
@@ -33,7 +35,7 @@ def check_moves(
     sources = np.ascontiguousarray(plan[:, 0], np.int64)
     targets = np.ascontiguousarray(plan[:, 1], np.int64)
     for name, ids, num_blocks in (("source", sources, num_sources), ("target", targets, num_targets)):
-        outside = (ids < 0) | (ids >= num_blocks)
+        outside = ((ids < 0) | (ids >= num_blocks)) & ((ids < scratch_ids.start) | (ids >= scratch_ids.stop))
         if outside.any():
             first = int(np.argmax(outside))
             raise InvalidBlockError(
@@ -44,15 +46,73 @@ def check_moves(
     twice = by_id[1:][by_id[1:] == by_id[:-1]]
     if len(twice):
         raise InvalidArgumentError(f"block {twice[0]} is the target of two moves. Nothing was copied")
-    if same_blocks:
-        found = by_id[np.searchsorted(by_id, sources).clip(max=len(by_id) - 1)] if len(by_id) else by_id
-        both = sources[found == sources]
-        if len(both):
-            raise InvalidArgumentError(
-                f"block {both[0]} is the target of one move and the source of another (or the same one); "
-                "moves run in any order, so split the plan in two. Nothing was copied"
-            )
+    if same_blocks and (sources == targets).any():
+        itself = sources[sources == targets]
+        raise InvalidArgumentError(f"block {itself[0]} is moved to itself. Nothing was copied")
     return sources, targets
+
+
+def split_rounds(
+    sources: IntArray, targets: IntArray, scratch_ids: Sequence[int]
+) -> list[tuple[IntArray, IntArray]]:
+    """Split a plan within one storage into rounds, which one after the other do what all moves do at once.
+
+        plan      1 -> 2   2 -> 1   5 -> 6   6 -> 7             s  a scratch block
+        rounds    6 -> 7          then  5 -> 6   2 -> s   then  1 -> 2   then  s -> 1
+
+    In a round no block is the target of one move and part of another, so its moves run in any order.
+
+    Args:
+        sources, targets: as from `check_moves`.
+        scratch_ids: further blocks. Each cycle takes one; where there are more cycles they share in turn.
+    Raises:
+        InvalidArgumentError: all scratch blocks are part of the plan, and there is a cycle.
+    Cost: O(n log n) in NumPy where one round is enough, else O(n) in Python.
+    """
+    if not np.isin(sources, targets).any():
+        return [(sources, targets)]
+    source_of: dict[int, int] = dict(zip(targets.tolist(), sources.tolist(), strict=True))
+    named = source_of.keys() | source_of.values()
+    free_scratch = [block_id for block_id in scratch_ids if block_id not in named]
+    num_readers = Counter(source_of.values())
+    rounds: list[tuple[IntArray, IntArray]] = []
+
+    def add_round(moves: list[tuple[int, int]]) -> None:
+        pairs = np.array(moves, np.int64)
+        rounds.append((np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])))
+
+    ready = [target for target in source_of if not num_readers[target]]
+    while source_of:
+        while ready:
+            moves = [(source_of.pop(target), target) for target in ready]
+            add_round(moves)
+            num_readers.subtract(source for source, _ in moves)
+            read = dict.fromkeys(source for source, _ in moves)
+            ready = [source for source in read if source in source_of and not num_readers[source]]
+        # What is left are cycles; each is opened at one block, whose content is read from a scratch block.
+        seen: set[int] = set()
+        saved: list[tuple[int, int]] = []
+        for first in source_of:
+            if first in seen:
+                continue
+            if len(saved) == len(free_scratch):
+                break
+            saved.append((first, free_scratch[len(saved)]))
+            block_id = first
+            while block_id not in seen:
+                seen.add(block_id)
+                reader, block_id = block_id, source_of[block_id]
+                if block_id == first:
+                    source_of[reader] = saved[-1][1]
+        if saved:
+            add_round(saved)
+            ready = [block_id for block_id, _ in saved]
+        elif source_of:
+            raise InvalidArgumentError(
+                f"block {next(iter(source_of))} is part of a cycle of moves, and no scratch block is left. "
+                "Nothing was copied"
+            )
+    return rounds
 
 
 def _read_pairs(moves: Moves) -> npt.NDArray[np.integer]:

@@ -104,6 +104,8 @@ class Life:
         for sequence_id, ids in self.by_id.items():
             self.by_id[sequence_id] = remap[ids].tolist()
         self.tally["moved"] += len(relocation.moves)
+        sources = {source for source, _ in relocation.moves}
+        self.tally["exchanged"] += sum(target in sources for _, target in relocation.moves) // 2
         self.forget_evicted()
         self.check()
 
@@ -294,19 +296,24 @@ class Life:
         epoch = pool.epoch
         pool.take_events()
         self.break_copies()
+        is_complete = True
         try:
             num_moved = self.pool.defragment(max_evictions, self.rng.choice([None, None, 1, 3]))
             assert (num_moved > 0) == (pool.epoch > epoch)
         except CopyFailedError:
+            is_complete = False
             self.tally["broken off"] += 1
-            if pool.epoch == epoch and not max_evictions:
+            if pool.epoch == epoch and pool.num_evictions == num_evicted:
                 invariants.check_nothing_moved(before, pool)
         events = pool.take_events()
         assert all(isinstance(event, BlockRemoved) for event in events)
-        assert len(events) == pool.num_evictions - num_evicted <= max_evictions
+        assert len(events) == pool.num_evictions - num_evicted
+        assert not is_complete or len(events) <= max_evictions
         assert [id(block) for block in pool.free_block_queue.get_all_free_blocks()] == before.queue
-        if not max_evictions:
+        if len(events) == 0:
             assert self.find_hits() == hits
+        if not is_complete and len(events) > max_evictions:
+            self.tally["exchanges broken off"] += 1
         self.tally["overwritten"] += len(events)
 
     def step(self):

@@ -54,14 +54,24 @@ def test_it_moves_no_more_than_it_may(ask):
     assert "Moved Blocks: 1\n" in ask(make_scattered(), "--max-moves", "1")
 
 
-def test_where_all_that_is_free_is_cached_it_says_what_would_help(ask):
+def test_where_all_that_is_free_is_cached_blocks_change_places(ask):
     pool = make_cached()
     assert draw(pool) == "*2*4*6*8*0"
-    assert "Nothing can move, unless cached blocks may go for it: see --max-evictions." in ask(pool)
-    assert draw(pool) == "*2*4*6*8*0"
+    assert "Moved Blocks: 6\n" in ask(pool)
+    assert sorted(draw(pool)[:5]) == sorted("24680")
+    assert draw(pool)[5:] == "*****"
+    assert "Nothing moved" not in ask(make_scattered())
+
+
+def test_where_nothing_moved_it_says_why(ask):
+    said = ask(make_cached(), "--max-moves", "1")
+    assert "Nothing moved: two blocks that change places are two moves." in said
+    pool = make_cached()
+    pool.pin([block_id for sequence_id in pool.list_sequences() for block_id in pool.blocks_of(sequence_id)])
+    assert "Nothing moved: all is packed, or held." in ask(pool)
 
 
 def test_cached_blocks_go_where_they_may(ask):
     pool = make_cached()
-    assert "Nothing can move" not in ask(pool, "--max-evictions", "5")
+    assert "Nothing moved" not in ask(pool, "--max-evictions", "5")
     assert pool.get_fragmentation_rate() < 0.5

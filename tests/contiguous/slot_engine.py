@@ -10,7 +10,10 @@ class CopyFailedError(Exception):
 
 
 class SlotEngine:
-    """Slots hold strings. `copy` works at once, or after `fail_after` moves not at all."""
+    """Slots hold strings. `copy` works at once, or after `fail_after` moves not at all.
+
+    The moves of a call are made in some order, which no plan may rely on.
+    """
 
     def __init__(self, pool):
         self.pool = pool
@@ -26,6 +29,7 @@ class SlotEngine:
         return [self.slots[block.block_id] for block in blocks]
 
     def copy(self, moves):
+        assert {source for source, _ in moves}.isdisjoint(target for _, target in moves)
         for number, (source, target) in enumerate(moves):
             if number == self.fail_after:
                 raise CopyFailedError(f"after {number} moves")

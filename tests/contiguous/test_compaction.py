@@ -80,6 +80,13 @@ def test_a_cached_target_is_evicted_before_it_is_copied_over():
         ([(4, 2), (4, 6)], InvalidArgumentError, "C1: block 4"),
         ([(4, 2), (5, 2)], InvalidArgumentError, "C1: block 2"),
         ([(4, 2), (2, 6)], InvalidArgumentError, "C1: block 2"),
+        ([(4, 2), (2, 4)], InvalidBlockError, "C2: block 2 is neither in use nor cached"),
+        ([(4, 5), (5, 4)], InvalidBlockError, "C2: blocks 4 and 5 are both in use"),
+        ([(4, 3), (3, 4), (5, 3)], InvalidArgumentError, "C1: block 3"),
+        ([(4, 3), (3, 4), (4, 2)], InvalidArgumentError, "C1: block [34]"),
+        ([(4, 3), (3, 4), (3, 4)], InvalidArgumentError, "C1: block 3"),
+        ([(4, 3), (3, 5), (5, 4)], InvalidArgumentError, "C1: block 3"),
+        ([(7, 3), (3, 7)], InvalidBlockError, "C3: block 7 is held by a test: it cannot be moved"),
         ([(4, 4)], InvalidArgumentError, "C1: block 4"),
         ([(6, 2)], InvalidBlockError, "C2: block 6 is neither in use nor cached"),
         ([(4, 5)], InvalidBlockError, "C2: block 5 is in use"),
@@ -246,6 +253,95 @@ def test_c10_ids_that_were_swapped_before_the_copy_are_noticed():
         engine.copy(moves((4, 2)))
     with pytest.raises(AssertionError, match=r"^C10: "):
         invariants.check_nothing_moved(before, pool)
+
+
+# ---- exchanges -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", [[(4, 3), (3, 4)], [(3, 4), (4, 3)]], ids=str)
+def test_two_blocks_that_change_places_keep_everything_but_their_ids(pair):
+    pool, engine = make_engine(enable_kv_cache_events=True)
+    used, cached = blocks(pool, 4, 3)
+    before, slots, planned = invariants.Snapshot(pool), dict(engine.slots), moves(*pair, (5, 2))
+    relocation = apply_moves(pool, planned, engine.copy)
+    assert (used.block_id, cached.block_id) == (3, 4)
+    assert state(pool) == "free: 5 4* 6 8 | in use: 1* 2 3*x2 7"
+    assert relocation.moves == planned
+    assert relocation.make_remap().tolist() == [0, 1, 2, 4, 3, 2, 6, 7, 8]
+    invariants.check(pool)
+    invariants.check_relocation(before, pool, relocation)
+    invariants.check_bytes(slots, engine.slots, planned, scratch_ids=[0])
+    assert pool.get_cached_block(hash_of(3), [0]) == [cached]
+
+
+def test_exchanges_are_copied_as_many_at_a_time_as_there_are_scratch_slots():
+    pool, engine = make_engine("free: 1* 2* 3* | in use: 4 5 6")
+    planned = moves((4, 1), (1, 4), (5, 2), (2, 5), (6, 3), (3, 6))
+    apply_moves(pool, planned, engine.copy, scratch_ids=[90, 91])
+    assert engine.copies == [
+        [(1, 90), (2, 91)],
+        [(4, 1), (5, 2)],
+        [(90, 4), (91, 5)],
+        [(3, 90)],
+        [(6, 3)],
+        [(90, 6)],
+    ]
+    assert engine.read(pool.blocks[1:]) == ["slot/4", "slot/5", "slot/6", "slot/1", "slot/2", "slot/3"]
+
+
+def test_two_cached_blocks_may_change_places():
+    pool, engine = make_engine("free: 1* 2* | in use: 3")
+    apply_moves(pool, moves((1, 2), (2, 1)), engine.copy)
+    assert state(pool) == "free: 2* 1* | in use: 3"
+    assert engine.read(pool.blocks[1:]) == ["slot/2", "slot/1", "slot/3"]
+
+
+def test_without_a_scratch_slot_nothing_changes_places():
+    pool, engine = make_engine()
+    before = invariants.Snapshot(pool)
+    with pytest.raises(InvalidArgumentError, match="1 exchanges need a scratch slot"):
+        apply_moves(pool, moves((4, 3), (3, 4)), engine.copy, scratch_ids=[])
+    invariants.check_nothing_moved(before, pool)
+    pool, engine = make_engine("free: 1* 2* | in use: 3")
+    assert pack(pool, engine.copy, scratch_ids=[]) == []
+
+
+@pytest.mark.parametrize("num_calls", range(7))
+def test_an_exchange_that_breaks_off_loses_at_most_what_was_cached(num_calls):
+    """Of two exchanges and a move the copies fail in turn; each block in use has its bytes in any case."""
+    pool, engine = make_engine("free: 1* 2* 3 | in use: 4 5 6", enable_kv_cache_events=True)
+    in_use, cached = blocks(pool, 4, 5, 6), blocks(pool, 1, 2)
+    told = []
+
+    def copy(planned):
+        if len(engine.copies) == num_calls:
+            engine.slots.update((target, "damaged") for _, target in planned)
+            raise CopyFailedError("broken")
+        engine.copy(planned)
+
+    with pytest.raises(CopyFailedError):
+        apply_moves(pool, moves((4, 1), (1, 4), (5, 2), (2, 5), (6, 3)), copy, on_moved=told.append)
+    invariants.check(pool)
+    assert engine.read(in_use) == ["slot/4", "slot/5", "slot/6"]
+    expected = {  # block ids of those in use, and how many of the cached have lost their content
+        0: ([4, 5, 6], 0),
+        1: ([4, 5, 3], 0),
+        2: ([4, 5, 3], 1),
+        3: ([1, 5, 3], 1),
+        4: ([1, 5, 3], 0),
+        5: ([1, 5, 3], 1),
+        6: ([1, 2, 3], 1),
+    }
+    assert (ids(in_use), pool.num_evictions) == expected[num_calls]
+    assert len(pool.take_events()) == pool.num_evictions
+    for block, content in zip(cached, ["slot/1", "slot/2"], strict=True):
+        assert block.block_hash is None or engine.read([block]) == [content]
+    moved = {move for relocation in told for move in relocation.moves}
+    assert {(4, 1), (5, 2), (6, 3)} & moved == {
+        (source, block.block_id)
+        for source, block in zip((4, 5, 6), in_use, strict=True)
+        if block.block_id != source
+    }
 
 
 # ---- what is kept by id elsewhere --------------------------------------------------------------------

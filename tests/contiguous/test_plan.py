@@ -65,21 +65,29 @@ def test_blocks_that_lie_side_by_side_go_side_by_side():
 def test_cached_blocks_give_way_first_and_their_place_is_taken_next():
     pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
     engine = SlotEngine(pool)
-    assert plan_pack(pool) == [(1, 5)]
-    apply_moves(pool, plan_pack(pool), engine.copy)
-    assert plan_pack(pool) == [(4, 1)]
-    apply_moves(pool, plan_pack(pool), engine.copy)
-    assert plan_pack(pool) == [(2, 4)]
-    apply_moves(pool, plan_pack(pool), engine.copy)
-    assert plan_pack(pool) == [(3, 2)]
-    apply_moves(pool, plan_pack(pool), engine.copy)
-    assert plan_pack(pool) == []
+    for moves in ([(1, 5)], [(4, 1)], [(2, 4)], [(3, 2)], []):
+        assert plan_pack(pool, exchanges=False) == moves
+        apply_moves(pool, moves, engine.copy)
     assert state(pool) == "free: 5* 4* 3 | in use: 1 2"
 
 
-def test_with_a_full_cache_nothing_moves_unless_something_may_be_evicted():
+def test_where_too_little_is_empty_the_others_change_places_in_the_same_round():
+    pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
+    assert plan_pack(pool) == [(1, 5), (4, 2), (2, 4)]
+    apply_moves(pool, plan_pack(pool), SlotEngine(pool).copy)
+    assert plan_pack(pool) == [(3, 1)]
+
+
+def test_with_a_full_cache_blocks_in_use_and_cached_ones_change_places():
+    pool = make_run_pool("free: 2* 1* 5* | in use: 3 4 6")
+    assert plan_pack(pool) == [(4, 1), (1, 4), (6, 2), (2, 6)]
+    assert plan_pack(pool, max_moves=3) == [(6, 1), (1, 6)]
+    assert plan_pack(pool, max_moves=1) == []
+    assert plan_pack(pool, exchanges=False) == []
+
+
+def test_with_a_full_cache_what_may_be_evicted_makes_room():
     pool = make_run_pool("free: 2* 1* | in use: 3")
-    assert plan_pack(pool) == []
     assert plan_pack(pool, max_evictions=2) == [(3, 1)]
     assert plan_pack(pool, max_evictions=1) == [(1, 2)]
 
@@ -104,14 +112,15 @@ def test_blocks_above_the_default_band_are_not_overwritten_by_packing():
     assert state(pool) == "free: 2* 1* | in use: 3"
     assert plan_pack(pool, max_evictions=2) == [(1, 2)]
     pool.move_to_band(blocks(pool, 2), 100)
-    assert plan_pack(pool, max_evictions=2) == []
+    assert plan_pack(pool, max_evictions=2, exchanges=False) == []
+    assert plan_pack(pool, max_evictions=2) == [(3, 1), (1, 3)]
 
 
 def test_blocks_of_bands_that_were_merged_are_overwritten_as_others():
     pool = make_run_pool("free: 1* 2* | in use: 3")
     pool.open_bands(Placement())
     pool.move_to_band(blocks(pool, 1, 2), 100)
-    assert plan_pack(pool, max_evictions=2) == []
+    assert plan_pack(pool, max_evictions=2, exchanges=False) == []
     pool.merge_bands()
     assert plan_pack(pool, max_evictions=2) == [(3, 1)]
     invariants.check(pool)
@@ -185,11 +194,17 @@ def test_a_window_with_a_held_block_stays():
 
 def test_where_nothing_is_empty_the_oldest_content_in_full_windows_goes_and_only_so_much():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
-    assert plan_gather(pool, 4) == []
+    assert plan_gather(pool, 4, exchanges=False) == []
     assert plan_gather(pool, 4, max_evictions=2) == [(8, 2)]
     pool.open_bands(Placement())
     pool.move_to_band(blocks(pool, 2), 1)
     assert plan_gather(pool, 4, max_evictions=2) == [(8, 6)]
+
+
+def test_where_nothing_is_empty_gathering_exchanges_blocks_of_the_fullest_windows():
+    pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
+    assert plan_gather(pool, 4) == [(8, 6), (6, 8)]
+    assert plan_gather(pool, 4, max_moves=1) == []
 
 
 def test_what_somebody_waits_for_is_not_overwritten_by_gathering():

@@ -72,7 +72,7 @@ def test_compaction_stops_after_so_many_moves_and_goes_on_when_asked_again(path)
         assert [client.defragment(max_moves=1).moved_blocks for _ in range(3)] == [1, 1, 0]
 
 
-def test_cached_blocks_go_for_a_compaction_that_may_evict_them(path):
+def test_a_pool_whose_cache_is_full_is_compacted_without_evictions(path):
     pool = make()
     for sequence_id in range(1, 11):
         take(pool, sequence_id, 1)
@@ -80,8 +80,24 @@ def test_cached_blocks_go_for_a_compaction_that_may_evict_them(path):
     for sequence_id in range(1, 11, 2):
         pool.free_sequence(sequence_id)
     with ControlServer(pool, path), ControlClient(path) as client:
+        report = client.defragment()
+        assert report.moved_blocks > 0
         assert client.defragment().moved_blocks == 0
-        assert client.defragment(max_evictions=5).moved_blocks > 0
+    assert pool.block_pool.num_evictions == 0
+    assert pool.block_pool.list_free_runs() == [5]
+    check(pool)
+
+
+def test_a_compaction_over_the_socket_may_evict_what_it_is_told(path):
+    pool = make()
+    for sequence_id in range(1, 11):
+        take(pool, sequence_id, 1)
+        pool.cache_prefix(sequence_id, [b"%d" % sequence_id])
+    for sequence_id in range(1, 11, 2):
+        pool.free_sequence(sequence_id)
+    with ControlServer(pool, path), ControlClient(path) as client:
+        assert client.defragment(max_evictions=2).moved_blocks > 0
+    assert pool.block_pool.num_evictions == 2
     check(pool)
 
 

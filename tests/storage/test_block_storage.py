@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from storage.made_storage import BLOCK_AXES, allocate, draw_moves, fill, make_way
 
-from kv_pool import InvalidArgumentError
+from kv_pool import InvalidArgumentError, InvalidBlockError
 from kv_pool.storage import BlockStorage, KVStorage
 from kv_pool.storage.block_storage import copy_through_buffers
 
@@ -123,3 +123,36 @@ def test_state_of_another_shape_is_another_format():
     assert one.block_format == "float32[4, 2]"
     with pytest.raises(InvalidArgumentError, match="blocks here are"):
         one.copy_to(other, [(0, 0)])
+
+
+def test_scratch_blocks_take_as_much_memory_as_32_mib_or_one_block():
+    small = KVStorage.allocate(9, 4, 1, 1, 4)
+    assert len(small.scratch_ids) == 9
+    large = KVStorage.allocate(5, 16, 4, 8, 10_240, "float16")
+    assert large.block_bytes == 20 * 2**20
+    assert len(large.scratch_ids) == 1
+    medium = KVStorage.allocate(9, 16, 4, 8, 5_120, "float16")
+    assert len(medium.scratch_ids) == 3
+
+
+def test_scratch_blocks_are_no_blocks():
+    storage = KVStorage.allocate(4, 4, 1, 1, 4)
+    [scratch_id, *_, last_id] = storage.scratch_ids
+    assert scratch_id > np.iinfo(np.int32).max
+    for wrong in (4, scratch_id - 1, last_id + 1, -1):
+        with pytest.raises(InvalidBlockError, match=f"has block {wrong} as its target"):
+            storage.apply_moves([(1, wrong)])
+    with pytest.raises(InvalidBlockError):
+        storage.read_block(scratch_id)
+    with pytest.raises(InvalidBlockError):
+        storage.copy_to(KVStorage.allocate(4, 4, 1, 1, 4), [(scratch_id, 1)])
+
+
+def test_blocks_change_places_after_a_resize():
+    storage = KVStorage.allocate(4, 4, 1, 1, 4)
+    storage.write_block(1, b"a" * storage.block_bytes)
+    storage.apply_moves([(1, 2), (2, 1)])
+    storage.resize(8)
+    storage.apply_moves([(2, 7), (7, 2)])
+    assert storage.read_block(7) == b"a" * storage.block_bytes
+    assert storage.read_block(2) == bytes(storage.block_bytes)

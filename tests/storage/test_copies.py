@@ -1,5 +1,7 @@
 """One contract for all ways to copy: CPU, torch, Triton (interpreted), and both on a GPU."""
 
+import random
+
 import numpy as np
 import pytest
 from storage.made_storage import (
@@ -64,6 +66,42 @@ def test_a_single_move_and_none_at_all(way):
 def test_one_block_may_be_copied_to_many(way):
     storage = allocate(way, "L|2BNHD")
     assert_moves_as_the_model(storage, "L|2BNHD", [(3, 0), (3, 1), (3, 6), (5, 2)])
+
+
+@pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("layout", BLOCK_AXES)
+def test_moves_that_form_chains_and_cycles_are_made_at_once(way, layout, seed):
+    storage = allocate(way, layout)
+    rng = random.Random(seed)
+    ids = rng.sample(range(storage.num_blocks), storage.num_blocks)
+    moves = [(source, target) for source, target in enumerate(ids) if source != target][seed:]
+    before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+    expected = dict(enumerate(before)) | {target: before[source] for source, target in moves}
+    storage.apply_moves(moves)
+    storage.synchronize()
+    assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == list(expected.values())
+
+
+def test_two_blocks_change_places_and_change_back(way):
+    storage = allocate(way, "L|2BNHD", head_size=5)
+    before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+    for expected in ([before[0], *before[2:0:-1], *before[3:]], before):
+        storage.apply_moves([(1, 2), (2, 1)])
+        storage.synchronize()
+        assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == expected
+
+
+@pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "2L|THD"])
+def test_blocks_wait_in_scratch_blocks_from_one_call_to_the_next(way, layout):
+    storage = allocate(way, layout)
+    before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+    first, second = storage.scratch_ids[:2]
+    storage.apply_moves([(1, second), (4, first)])
+    storage.apply_moves([(2, 1), (5, 4)])
+    storage.apply_moves([(second, 2), (first, 5), (0, 6)])
+    storage.synchronize()
+    expected = [before[block_id] for block_id in (0, 2, 1, 3, 5, 4, 0)]
+    assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == expected
 
 
 @pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "L|2BNHD"])

@@ -67,7 +67,7 @@ def test_the_whole_plan_may_be_repeated():
 def test_a_plan_that_is_refused_copies_nothing():
     _, good = make_pair(0)
     before = read_all(good)
-    for wrong in ([(9, 1), (8, 1)], [(9, 1), (1, 2)], [(9, 1), (10, 2)], [(9, 1), ("a", 2)]):
+    for wrong in ([(9, 1), (8, 1)], [(9, 1), (2, 2)], [(9, 1), (10, 2)], [(9, 1), ("a", 2)]):
         with pytest.raises(KVPoolError):
             good.apply_moves(wrong)
     assert read_all(good) == before

@@ -1,9 +1,11 @@
+import random
+
 import numpy as np
 import pytest
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockMove
-from kv_pool.storage.move_plan import check_moves
+from kv_pool.storage.move_plan import check_moves, split_rounds
 
 
 def test_a_plan_becomes_two_arrays_in_its_order():
@@ -63,8 +65,67 @@ def test_two_moves_with_one_target_are_refused():
         check_moves([(0, 2), (1, 2)], 4, 4, same_blocks=False)
 
 
-@pytest.mark.parametrize("moves", [[(0, 1), (1, 2)], [(1, 2), (0, 1)], [(0, 1), (1, 0)], [(1, 1)]], ids=repr)
-def test_a_block_is_not_read_and_written_in_one_plan(moves):
-    with pytest.raises(InvalidArgumentError, match=r"block [01] is the target of one move and the source"):
-        check_moves(moves, 4, 4, same_blocks=True)
-    check_moves(moves, 4, 4, same_blocks=False)
+def test_a_block_is_not_moved_to_itself():
+    with pytest.raises(InvalidArgumentError, match="block 1 is moved to itself"):
+        check_moves([(0, 2), (1, 1)], 4, 4, same_blocks=True)
+    check_moves([(0, 2), (1, 1)], 4, 4, same_blocks=False)
+
+
+# ---- rounds ------------------------------------------------------------------------------------------
+
+
+def split(moves, scratch_ids):
+    """The rounds as lists of pairs."""
+    sources, targets = check_moves(moves, 20, 20, same_blocks=True)
+    return [
+        list(zip(first.tolist(), second.tolist(), strict=True))
+        for first, second in split_rounds(sources, targets, scratch_ids)
+    ]
+
+
+def run(rounds, num_blocks):
+    """What is in each block afterwards, where moves of a round run in any order."""
+    slots = list(range(num_blocks))
+    for moves in rounds:
+        assert {source for source, _ in moves}.isdisjoint(target for _, target in moves)
+        for source, target in reversed(moves):
+            slots[target] = slots[source]
+    return slots
+
+
+def test_a_plan_without_chains_is_one_round():
+    assert split([(3, 1), (3, 2), (4, 5)], []) == [[(3, 1), (3, 2), (4, 5)]]
+
+
+def test_a_chain_is_made_from_its_end():
+    assert split([(1, 2), (2, 3), (3, 4), (7, 8)], []) == [[(3, 4), (7, 8)], [(2, 3)], [(1, 2)]]
+
+
+def test_two_blocks_change_places_through_a_scratch_block():
+    assert split([(1, 2), (2, 1)], [9]) == [[(2, 9)], [(1, 2)], [(9, 1)]]
+
+
+def test_a_cycle_without_a_scratch_block_is_refused():
+    with pytest.raises(InvalidArgumentError, match="block 2 is part of a cycle of moves"):
+        split([(1, 2), (2, 1)], [])
+    with pytest.raises(InvalidArgumentError, match="block 2 is part of a cycle of moves"):
+        split([(1, 2), (2, 1), (9, 3)], [9])
+
+
+@pytest.mark.parametrize("num_scratch", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(25), ids=lambda seed: f"seed{seed}")
+def test_the_rounds_of_a_random_plan_do_what_all_moves_do_at_once(seed, num_scratch):
+    rng = random.Random(seed)
+    num_blocks = rng.randrange(2, 15)
+    if rng.random() < 0.5:  # cycles only
+        ids = rng.sample(range(num_blocks), num_blocks)
+        moves = [(source, target) for source, target in enumerate(ids) if source != target]
+    else:
+        targets = rng.sample(range(num_blocks), rng.randint(1, num_blocks))
+        moves = [(rng.choice([i for i in range(num_blocks) if i != target]), target) for target in targets]
+    expected = list(range(num_blocks))
+    for source, target in moves:
+        expected[target] = source
+    if moves:
+        rounds = split(moves, range(num_blocks, num_blocks + num_scratch))
+        assert run(rounds, num_blocks + num_scratch)[:num_blocks] == expected

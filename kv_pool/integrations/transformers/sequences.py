@@ -231,14 +231,17 @@ class PagedSequences:
         """Bring the blocks in use together, with their K and V. Not while the model runs.
 
         Args:
-            max_evictions: cached blocks that may be lost where too little is empty.
-            max_moves: stop after so many; the next call goes on from there.
+            max_evictions: cached blocks that may be lost where too little is empty; the others there change
+                places with blocks in use.
+            max_moves: stop after so many; the next call goes on from there. Two blocks that change places are
+                two moves.
             goal: the fragmentation rate to come down to with few moves; None: to the lowest ids with them.
         Returns:
             How many blocks changed their id. What a request has cached is cached, and found, as before.
         Raises:
             InvalidArgumentError: the pool is no `RunBlockPool`.
-            CopyFailedError: a round of moves broke off. Its blocks have not moved; earlier ones' have.
+            CopyFailedError: a round of moves broke off, see `compaction.apply_moves`. Requests have their
+                bytes; of blocks that were changing places the cached ones may be evicted.
         """
         return compaction.compact(
             self._get_run_pool(),
@@ -247,6 +250,7 @@ class PagedSequences:
             goal=goal,
             max_moves=max_moves,
             max_evictions=max_evictions,
+            scratch_ids=self.storage.scratch_ids,
         )
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
