@@ -100,9 +100,9 @@ def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
             sequences.append(number)
             num_several += num_blocks > 1
             num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
-        before.append(pool.get_fragmentation_rate())
+        before.append(pool.block_pool.get_unusable_share())
         moved += timed(times["defragment"], pool.defragment)
-        after.append(pool.get_fragmentation_rate())
+        after.append(pool.block_pool.get_unusable_share())
     return times, {
         "in one run": num_in_runs / num_several,
         "U(16) before": sum(before) / len(before),

@@ -144,4 +144,7 @@ class KVPoolProtocol(ABC):
 
     @abstractmethod
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of consecutive ids, 0 to 1."""
+        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1.
+
+        0 where all free blocks are consecutive, at any fill.
+        """

@@ -566,7 +566,12 @@ class GPUKVPool(KVPoolProtocol):
         return self._clock()
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks)."""
+        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1. O(number of blocks).
+
+        Of the runs of `run_length` that the free blocks would make in one piece, those that they do not make;
+        with fewer free blocks of the largest power of two that they allow. An unfragmented pool has 0 at any
+        fill. What U(k) says of any k: `block_pool.get_unusable_share(k)`.
+        """
         with self.lock:
             return self.block_pool.get_fragmentation_rate(self.run_length)
 

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
+from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
@@ -163,6 +164,7 @@ def compact(
 ) -> int:
     """`gather` to a goal, or `pack` without one.
 
+    With fewer free blocks than `run_length` it gathers the runs that the fragmentation rate is about then.
     Returns:
         How many blocks changed their id.
     Raises:
@@ -178,7 +180,7 @@ def compact(
     relocation = gather(
         pool,
         copy,
-        run_length=run_length,
+        run_length=find_run_length(pool.get_num_free_blocks(), run_length),
         goal=goal,
         max_moves=max_moves,
         max_evictions=max_evictions,

@@ -16,7 +16,7 @@ class Defragmentable(Protocol):
         """Move blocks, `max_moves` at most, until the rate is `goal`; how many, 0 when nothing is left."""
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run, 0 to 1."""
+        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1."""
 
 
 class Defragmenter:
