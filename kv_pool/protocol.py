@@ -60,6 +60,20 @@ class BlockInfo:
     sequence_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A sequence that lost its blocks.
+
+    Attributes:
+        block_ids: those that it held, in its order; they may belong to others now.
+        for_sequence_id: the sequence that needed room; `NO_SEQUENCE` for a call of `GPUKVPool.evict`.
+    """
+
+    sequence_id: int
+    block_ids: tuple[int, ...]
+    for_sequence_id: int = NO_SEQUENCE
+
+
 @dataclass(slots=True)
 class AllocationResult:
     """What came of a request.

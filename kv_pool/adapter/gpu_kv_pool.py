@@ -18,7 +18,7 @@ from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.prefixes import cache_prefix
 from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
-from kv_pool.adapter.victims import EvictionPolicy, Victims
+from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
@@ -27,6 +27,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import (
+    EvictedSequenceError,
     InvalidArgumentError,
     InvalidTypeError,
     KVPoolError,
@@ -43,6 +44,7 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
+    Eviction,
     KVPoolProtocol,
     MigrationResult,
 )
@@ -87,9 +89,10 @@ class GPUKVPool(KVPoolProtocol):
         block_bytes: for `AllocationResult`, where there is no storage.
         reserved_blocks: free blocks that requests of priority 0 leave alone.
         max_pinned_blocks: how many blocks may be pinned at once; None for all, however many they become.
-        eviction_policy: which sequences lose their blocks to a request that finds too few; None for none.
+        eviction_policy: which sequences lose their blocks to a request that finds too few: by default those
+            of the lowest priority that were used longest ago. None: no sequence is evicted.
         on_evicted: called with a sequence's id and its block ids before it loses them, while the pool is
-            locked: take note, do not wait for another thread.
+            locked: take note, do not wait for another thread. Without it, see `take_evictions`.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken; locked,
             too. Without it ids change in `defragment` only.
         migration_hook: called with the request that is about to be refused, and how many blocks it lacks (in
@@ -126,7 +129,7 @@ class GPUKVPool(KVPoolProtocol):
         block_bytes: int = 0,
         reserved_blocks: int = 0,
         max_pinned_blocks: int | None = None,
-        eviction_policy: EvictionPolicy | None = None,
+        eviction_policy: EvictionPolicy | None = LRUEviction(),  # noqa: B008 (stateless)
         on_evicted: Callable[[int, list[int]], object] | None = None,
         on_moved: Callable[[Relocation], object] | None = None,
         migration_hook: Callable[[BlockAllocationRequest, int], object] | None = None,
@@ -188,6 +191,7 @@ class GPUKVPool(KVPoolProtocol):
         self._holders = self.holdings.holders
         self._hold = self.holdings.hold
         self._drop = self.holdings.drop
+        self._evictions = self.holdings.evictions
         self._routes = MigrationRoutes(self)
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
@@ -214,16 +218,21 @@ class GPUKVPool(KVPoolProtocol):
     def allocate(self, request: BlockAllocationRequest) -> list[int]:
         """Take blocks for a sequence, after those that it has.
 
-        What comes next in the ids of a sequence that grows is tried first; then a run, of those that there
-        are the one whose content is oldest; then, within `max_moves`, one that is made by moving other
-        blocks, if somebody hears of it (`on_moved`). Too few blocks: sequences are evicted by policy. Then
-        the request is refused, or left to the migration hook.
+        What comes next in the ids of a sequence that grows is tried first; then a run, see `placement`; then,
+        within `max_moves`, one that is made by moving other blocks, if the pool has `on_moved`. Under pressure:
+
+            1  compaction     a run is required and enough blocks are free: others move out of its way
+            2  eviction       too few are free, or no run: sequences that are not pinned, by `eviction_policy`
+            3  migration      the migration hook is called, and the request is tried once more
+            4  refusal        PoolExhaustedError
 
         Returns:
             `num_blocks` ids in the order of the sequence, held by nobody else.
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; a `MemoryError`, too. It
                 says what was tried. Nothing has changed.
+            EvictedSequenceError: the sequence was evicted, see `take_evictions`; a `MemoryError`, too. Nothing
+                has changed.
             PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
             CopyFailedError: while moving blocks out of the way. No block has moved; sequences that were
                 evicted before stay so.
@@ -299,8 +308,8 @@ class GPUKVPool(KVPoolProtocol):
             Their ids. Whoever writes into a block with `ref_count` above 1 takes one of its own before.
         Raises:
             UnknownSequenceError: the parent holds nothing.
-            InvalidArgumentError: the child holds blocks already, or the parent not so many. In both cases
-                nothing has changed.
+            InvalidArgumentError: the child holds blocks already, or the parent not so many.
+            EvictedSequenceError: one of them was evicted, see `take_evictions`. In all cases nothing has changed.
         """
         with self.lock:
             parent = self.holdings.find_usable(as_sequence_id("parent_id", parent_id))
@@ -318,6 +327,7 @@ class GPUKVPool(KVPoolProtocol):
                     f"sequence {parent_id} has {len(parent.blocks)} blocks; {count} of them cannot be shared"
                 )
             shared = list(parent.blocks)[:count]
+            self._evictions.begin(child_id)
             self._share(Holder(child_id, parent.priority, self._clock()), shared)
             return [block.block_id for block in shared]
 
@@ -365,6 +375,7 @@ class GPUKVPool(KVPoolProtocol):
             The ids of its blocks, head first; [] for a miss, and then there is no such sequence yet.
         Raises:
             InvalidArgumentError: it holds blocks already, or there is no such priority.
+            EvictedSequenceError: it was evicted, see `take_evictions`.
         """
         with self.lock:
             sequence_id = as_new_id("sequence_id", sequence_id)
@@ -373,6 +384,7 @@ class GPUKVPool(KVPoolProtocol):
             self.holdings.check_usable(sequence_id)
             if sequence_id in self._holders:
                 raise InvalidArgumentError(f"sequence {sequence_id} holds blocks; a prefix comes first")
+            self._evictions.begin(sequence_id)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             self._num_looked_up_blocks += len(block_hashes)
             self._num_hit_blocks += len(hits)
@@ -412,7 +424,9 @@ class GPUKVPool(KVPoolProtocol):
         What nobody holds any more is free, and can be hit as long as it is not taken again.
         Raises:
             InvalidBlockError: no such block, a free one, one listed twice, or not held by that sequence.
-            PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
+            EvictedSequenceError: that sequence was evicted; or none is named, and a block was held by one that
+                was evicted, see `take_evictions`: the ids may be meant as its.
+            PinnedBlockError: a pinned block would become free. In all cases nothing has changed.
         Cost: O(len(block_ids)).
         """
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
@@ -434,13 +448,19 @@ class GPUKVPool(KVPoolProtocol):
         Returns:
             How many became free; the others are held by other sequences as well.
         Raises:
-            UnknownSequenceError: it holds nothing: freed twice, or evicted.
-            PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
+            UnknownSequenceError: it holds nothing, such as after an earlier call.
+            EvictedSequenceError: it was evicted: what was computed on its blocks may be wrong. With this its
+                owner is notified, and the id may be used again.
+            PinnedBlockError: a pinned block would become free. In all cases no block has changed.
         """
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
-                sequence = self.holdings.find_usable(sequence_id)
+                try:
+                    sequence = self.holdings.find_usable(sequence_id)
+                except EvictedSequenceError:
+                    self._evictions.forget(sequence_id)
+                    raise
                 num_free = self.block_pool.get_num_free_blocks()
                 blocks = list(sequence.blocks)
                 self._give_back(blocks, {sequence: blocks})
@@ -452,12 +472,23 @@ class GPUKVPool(KVPoolProtocol):
     def evict(self, num_blocks: int) -> list[int]:
         """Take their blocks from as few sequences as free `num_blocks` more, in the order of the policy.
 
-        The LRU policy where the pool has none. Returns the sequences' ids; [] with nothing changed where all
-        that may go would not suffice.
+        The LRU policy where the pool has none. Returns the sequences' ids, for the caller to notify their
+        owners; [] with nothing changed where all that may go would not suffice.
         """
         num_blocks = as_int("num_blocks", num_blocks)
         with self.lock, self._aborting:
             return self._victims.evict(self._victims.choose(URGENT, None, num_blocks) or [])
+
+    def take_evictions(self) -> list[Eviction]:
+        """Return the sequences that were evicted since the last call, oldest first, and forget them.
+
+        An eviction that `allocate` needed reaches the sequence's owner by `on_evicted`, or by this call. Until
+        then, or until `free_sequence` has raised for it, calls that name the sequence raise
+        EvictedSequenceError, and so does `free` for its block ids where no sequence is named. A sequence that
+        was begun again is not returned. 65,536 are kept at most.
+        """
+        with self.lock:
+            return self._evictions.take_all()
 
     def list_victims(
         self, num_blocks: int, priority: int = URGENT, sequence_id: int | None = None
@@ -507,12 +538,19 @@ class GPUKVPool(KVPoolProtocol):
     # ---- looking ---------------------------------------------------------------------------------
 
     def blocks_of(self, sequence_id: int) -> list[int]:
-        """Block ids of a sequence in the order of its tokens; [] if it holds none."""
+        """Block ids of a sequence in the order of its tokens; [] if it holds none.
+
+        Raises:
+            EvictedSequenceError: it was evicted, see `take_evictions`.
+        """
         with self.lock:
             if type(sequence_id) is not int:
                 sequence_id = as_int("sequence_id", sequence_id)
             sequence = self._holders.get(sequence_id)
-            return [] if sequence is None else [block.block_id for block in sequence.blocks]
+            if sequence is None:
+                self._evictions.check(sequence_id)
+                return []
+            return [block.block_id for block in sequence.blocks]
 
     def list_sequences(self) -> list[int]:
         """Ids of the sequences that hold blocks, the one whose last access is longest ago first."""
@@ -890,7 +928,12 @@ class GPUKVPool(KVPoolProtocol):
             self._recover_late()
         try:
             sequence = self._holders.get(sequence_id)
-            after = None if sequence is None else next(reversed(sequence.blocks))
+            if sequence is None:
+                after = None
+                if self._evictions:
+                    self._evictions.begin(sequence_id)
+            else:
+                after = next(reversed(sequence.blocks))
             taken = self.holdings.arriving
             if self.holdings.retention is not None:
                 self.holdings.retention.expire()

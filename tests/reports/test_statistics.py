@@ -73,7 +73,11 @@ def test_the_counts_are_those_of_a_full_scan(seed):
 def test_a_new_pool_is_empty_and_has_done_nothing():
     statistics = make(10, reserved_blocks=2).get_statistics()
     assert (statistics.total_blocks, statistics.used_blocks, statistics.free_blocks) == (10, 0, 10)
-    assert (statistics.utilization, statistics.fragmentation_rate, statistics.unusable_share) == (0.0, 0.0, 1.0)
+    assert (statistics.utilization, statistics.fragmentation_rate, statistics.unusable_share) == (
+        0.0,
+        0.0,
+        1.0,
+    )
     assert (statistics.run_length, statistics.largest_free_run, statistics.reserved_blocks) == (16, 10, 2)
     assert (statistics.moved_blocks, statistics.evicted_sequences, statistics.epoch) == (0, 0, 0)
     assert statistics.allocation.num_calls == 0
