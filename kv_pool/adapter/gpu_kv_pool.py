@@ -97,7 +97,9 @@ class GPUKVPool(KVPoolProtocol):
             too. Without it ids change in `defragment` only.
         migration_hook: called with the request that is about to be refused, and how many blocks it lacks (in
             `allocate_many`, how many the batch lacks); the pool is not locked. It may free or migrate blocks;
-            then the request, or the batch, is tried once more.
+            then the request, or the batch, is tried once more. See `OffloadHook`.
+        offload_threshold: blocks. The migration hook is called before a request would leave fewer than this
+            free, too, and so before a sequence is evicted for it.
         run_length: what `get_fragmentation_rate` is about.
         placement: where runs are taken: "buddy", "first_fit" or "oldest", see `RunBlockPool`.
         enable_caching: freed blocks keep their hashes until they are taken.
@@ -133,6 +135,7 @@ class GPUKVPool(KVPoolProtocol):
         on_evicted: Callable[[int, list[int]], object] | None = None,
         on_moved: Callable[[Relocation], object] | None = None,
         migration_hook: Callable[[BlockAllocationRequest, int], object] | None = None,
+        offload_threshold: int = 0,
         run_length: int = DEFAULT_RUN_LENGTH,
         placement: str = "buddy",
         enable_caching: bool = True,
@@ -144,6 +147,7 @@ class GPUKVPool(KVPoolProtocol):
         device_id = as_int("device_id", device_id)
         block_bytes = as_int("block_bytes", block_bytes)
         reserved_blocks = as_int("reserved_blocks", reserved_blocks)
+        offload_threshold = as_int("offload_threshold", offload_threshold)
         run_length = as_int("run_length", run_length)
         if max_pinned_blocks is not None:
             max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
@@ -151,6 +155,11 @@ class GPUKVPool(KVPoolProtocol):
             raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool hands out at least 1 block")
         if not 0 <= reserved_blocks <= total_blocks:
             raise InvalidArgumentError(f"{reserved_blocks} of {total_blocks} blocks cannot be reserved")
+        if not 0 <= offload_threshold <= total_blocks or (offload_threshold and migration_hook is None):
+            raise InvalidArgumentError(
+                f"offload_threshold is {offload_threshold} of {total_blocks} blocks; it is 0 to all of them, and "
+                f"needs a migration_hook, such as OffloadHook"
+            )
         if storage is not None and storage.num_blocks <= total_blocks:
             raise InvalidArgumentError(
                 f"the storage has blocks 0 to {storage.num_blocks - 1}, the pool 1 to {total_blocks}"
@@ -160,6 +169,7 @@ class GPUKVPool(KVPoolProtocol):
         self.device_id = device_id
         self.block_bytes = block_bytes if storage is None else storage.block_bytes
         self.reserved_blocks = reserved_blocks
+        self.offload_threshold = offload_threshold
         self.run_length = run_length
         self.block_pool = RunBlockPool(
             total_blocks + 1,
@@ -288,6 +298,8 @@ class GPUKVPool(KVPoolProtocol):
             as_request(request) for request in as_list_of("requests", requests, BlockAllocationRequest)
         ]
         done: list[list[KVCacheBlock]] = []
+        if self.offload_threshold and requests:
+            self._offload_early(requests[0], sum(request.num_blocks for request in requests))
         try:
             with self.lock:
                 return self._allocate_all(requests, done)
@@ -799,6 +811,22 @@ class GPUKVPool(KVPoolProtocol):
         target_device_id = as_int("target_device_id", target_device_id)
         return self._routes.migrate(as_ints("block_ids", block_ids), target_device_id)
 
+    def migrate_sequence(self, sequence_id: int, target_device_id: int) -> list[int]:
+        """Move a sequence with all its blocks to a connected pool, or node, under the same id.
+
+        Blocks that it shares stay with the other sequences as well. Returns and raises as `migrate_blocks`.
+
+        Raises:
+            UnknownSequenceError: it holds nothing.
+            InvalidArgumentError: the target has a sequence of this id. In both cases nothing has changed.
+        """
+        sequence_id = as_sequence_id("sequence_id", sequence_id)
+        return self._routes.migrate_sequence(sequence_id, as_int("target_device_id", target_device_id))
+
+    def count_free_elsewhere(self) -> dict[int, int]:
+        """Return how many blocks each connected pool has free, its reserve deducted, by device id."""
+        return self._routes.count_free()
+
     def try_migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> MigrationResult:
         """As `migrate_blocks`, with any `KVPoolError` but InvalidTypeError as a result instead of raised."""
         started = self._clock()
@@ -872,6 +900,9 @@ class GPUKVPool(KVPoolProtocol):
         if self._migration_hook is None:
             with self.lock:
                 return self._allocate_locked(request)
+        if self.offload_threshold:
+            request = as_request(request)
+            self._offload_early(request, request.num_blocks)
         try:
             with self.lock:
                 return self._allocate_locked(request)
@@ -883,6 +914,12 @@ class GPUKVPool(KVPoolProtocol):
         self._migration_hook(request, max(0, num_missing))
         with self.lock:
             return self._allocate_locked(request, ["the migration hook"])
+
+    def _offload_early(self, request: BlockAllocationRequest, num_blocks: int) -> None:
+        """Call the migration hook if `num_blocks` more in use leave fewer than the threshold free. Not locked."""
+        num_missing = num_blocks + self.offload_threshold - self.get_free_blocks()
+        if num_missing > 0 and num_blocks <= self.total_blocks and self._migration_hook is not None:
+            self._migration_hook(request, num_missing)
 
     def _allocate_all(
         self,

@@ -18,6 +18,7 @@ from kv_pool.errors import ControlError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.protocol import URGENT
 from kv_pool.reports.layout import PoolLayout, read_layout
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics, read_fragmentation_rate, read_statistics
@@ -131,6 +132,32 @@ class ControlledManager:
                 if not self.manager.holds_blocks(request_id):
                     reports.append(self._report(request_id, 0, 0))
             return SequenceList(reports)
+
+    def get_free_blocks(self) -> int:
+        """Return how many blocks are free, cached ones included."""
+        with self.lock:
+            return self.manager.get_num_free_blocks()
+
+    def list_victims(
+        self, num_blocks: int, priority: int = URGENT, sequence_id: str | None = None
+    ) -> list[str]:
+        """Return the requests that go first for `num_blocks` more: those admitted last, the last one first.
+
+        All that may go where they would not suffice. Requests that a migration or a swap has stay.
+
+        Args:
+            priority: requests have none; any may go.
+            sequence_id: a request that stays.
+        """
+        num_blocks = as_int("num_blocks", num_blocks)
+        victims: list[str] = []
+        for report in reversed(self.describe_sequences().sequences):
+            if num_blocks <= 0:
+                break
+            if report.num_blocks and not report.is_migrating and report.sequence_id != sequence_id:
+                victims.append(str(report.sequence_id))
+                num_blocks -= report.num_blocks
+        return victims
 
     def get_fragmentation_rate(self) -> float:
         """Return the share of the possible runs of `run_length` that is lost to scattering, 0 to 1."""
