@@ -17,7 +17,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
 | `StaleLeaseError` | as `InvalidArgumentError` | a lease that has ended, or was never made here |
 | `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
-| `EvictedSequenceError` | `MemoryError`, as `UnknownSequenceError` | a sequence that was evicted to make room |
+| `EvictedSequenceError` | `MemoryError`, as `UnknownSequenceError` | a sequence evicted to make room |
 | `FrozenSequenceError` | as `InvalidArgumentError` | a sequence that a migration has at the moment |
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |

@@ -28,8 +28,8 @@ class Allocation:
         too few are free   sequences are evicted, in the order of the policy; then as above
         neither            PoolExhaustedError
 
-    A request that requires a run gets no other blocks: blocks in use are moved out of the way of one, and where
-    that is not enough, or not allowed, sequences are evicted until there is one.
+    A request that requires a run gets no other blocks: blocks in use are moved out of the way of one, and
+    where that is not enough, or not allowed, sequences are evicted until there is one.
 
     Args:
         count_available: how many blocks a request of this priority could have, the reserve deducted.

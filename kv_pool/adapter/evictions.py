@@ -90,8 +90,8 @@ class Evictions:
                 stale = listed.intersection(eviction.block_ids)
                 if stale and sequence_id in self._untold:
                     raise EvictedSequenceError(
-                        f"block {min(stale)} may be meant as one of sequence {sequence_id}, which was evicted "
-                        f"{_name_cause(eviction)}; pass the sequence_id of its present holder, or call "
+                        f"block {min(stale)} may be meant as one of sequence {sequence_id}, which was "
+                        f"evicted {_name_cause(eviction)}; pass the sequence_id of its present holder, or call "
                         f"take_evictions() first"
                     )
 
@@ -99,9 +99,9 @@ class Evictions:
         """Return the error for the use of an evicted sequence."""
         eviction = self._by_sequence[sequence_id]
         return EvictedSequenceError(
-            f"sequence {sequence_id} was evicted {_name_cause(eviction)}; its {len(eviction.block_ids)} blocks "
-            f"may hold other data now. Begin it again after free_sequence({sequence_id}) or take_evictions(). "
-            f"pin() its blocks, or pass eviction_policy=None to GPUKVPool, to keep sequences."
+            f"sequence {sequence_id} was evicted {_name_cause(eviction)}; its {len(eviction.block_ids)} "
+            f"blocks may hold other data now. Begin it again after free_sequence({sequence_id}) or "
+            f"take_evictions(). To keep sequences, pin their blocks, or pass eviction_policy=None to GPUKVPool."
         )
 
 

@@ -142,6 +142,9 @@ class GPUKVPool(KVPoolProtocol):
         enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
+        import numpy  # noqa: F401
+
         total_blocks = as_int("total_blocks", total_blocks)
         block_size = as_int("block_size", block_size)
         device_id = as_int("device_id", device_id)
@@ -157,8 +160,8 @@ class GPUKVPool(KVPoolProtocol):
             raise InvalidArgumentError(f"{reserved_blocks} of {total_blocks} blocks cannot be reserved")
         if not 0 <= offload_threshold <= total_blocks or (offload_threshold and migration_hook is None):
             raise InvalidArgumentError(
-                f"offload_threshold is {offload_threshold} of {total_blocks} blocks; it is 0 to all of them, and "
-                f"needs a migration_hook, such as OffloadHook"
+                f"offload_threshold is {offload_threshold} of {total_blocks} blocks; it is 0 to all of them, "
+                f"and needs a migration_hook, such as OffloadHook"
             )
         if storage is not None and storage.num_blocks <= total_blocks:
             raise InvalidArgumentError(
@@ -229,7 +232,7 @@ class GPUKVPool(KVPoolProtocol):
         """Take blocks for a sequence, after those that it has.
 
         What comes next in the ids of a sequence that grows is tried first; then a run, see `placement`; then,
-        within `max_moves`, one that is made by moving other blocks, if the pool has `on_moved`. Under pressure:
+        within `max_moves`, one that is made by moving other blocks, if the pool has `on_moved`. Then:
 
             1  compaction     a run is required and enough blocks are free: others move out of its way
             2  eviction       too few are free, or no run: sequences that are not pinned, by `eviction_policy`
@@ -241,8 +244,8 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; a `MemoryError`, too. It
                 says what was tried. Nothing has changed.
-            EvictedSequenceError: the sequence was evicted, see `take_evictions`; a `MemoryError`, too. Nothing
-                has changed.
+            EvictedSequenceError: the sequence was evicted, see `take_evictions`; a `MemoryError`, too.
+                Nothing has changed.
             PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
             CopyFailedError: while moving blocks out of the way. No block has moved; sequences that were
                 evicted before stay so.
@@ -321,7 +324,8 @@ class GPUKVPool(KVPoolProtocol):
         Raises:
             UnknownSequenceError: the parent holds nothing.
             InvalidArgumentError: the child holds blocks already, or the parent not so many.
-            EvictedSequenceError: one of them was evicted, see `take_evictions`. In all cases nothing has changed.
+            EvictedSequenceError: one of them was evicted, see `take_evictions`. In all cases nothing has
+                changed.
         """
         with self.lock:
             parent = self.holdings.find_usable(as_sequence_id("parent_id", parent_id))
@@ -436,8 +440,8 @@ class GPUKVPool(KVPoolProtocol):
         What nobody holds any more is free, and can be hit as long as it is not taken again.
         Raises:
             InvalidBlockError: no such block, a free one, one listed twice, or not held by that sequence.
-            EvictedSequenceError: that sequence was evicted; or none is named, and a block was held by one that
-                was evicted, see `take_evictions`: the ids may be meant as its.
+            EvictedSequenceError: that sequence was evicted; or none is named, and a block was held by one
+                that was evicted, see `take_evictions`: the ids may be meant as its.
             PinnedBlockError: a pinned block would become free. In all cases nothing has changed.
         Cost: O(len(block_ids)).
         """
@@ -494,10 +498,10 @@ class GPUKVPool(KVPoolProtocol):
     def take_evictions(self) -> list[Eviction]:
         """Return the sequences that were evicted since the last call, oldest first, and forget them.
 
-        An eviction that `allocate` needed reaches the sequence's owner by `on_evicted`, or by this call. Until
-        then, or until `free_sequence` has raised for it, calls that name the sequence raise
-        EvictedSequenceError, and so does `free` for its block ids where no sequence is named. A sequence that
-        was begun again is not returned. 65,536 are kept at most.
+        An eviction that `allocate` needed reaches the sequence's owner by `on_evicted`, or by this call.
+        Until then, or until `free_sequence` has raised for it, calls that name the sequence raise
+        EvictedSequenceError, and so does `free` for its block ids where no sequence is named. A sequence
+        that was begun again is not returned. 65,536 are kept at most.
         """
         with self.lock:
             return self._evictions.take_all()
@@ -916,7 +920,10 @@ class GPUKVPool(KVPoolProtocol):
             return self._allocate_locked(request, ["the migration hook"])
 
     def _offload_early(self, request: BlockAllocationRequest, num_blocks: int) -> None:
-        """Call the migration hook if `num_blocks` more in use leave fewer than the threshold free. Not locked."""
+        """Call the migration hook if `num_blocks` more in use leave fewer free than the threshold.
+
+        The pool is not locked.
+        """
         num_missing = num_blocks + self.offload_threshold - self.get_free_blocks()
         if num_missing > 0 and num_blocks <= self.total_blocks and self._migration_hook is not None:
             self._migration_hook(request, num_missing)

@@ -252,8 +252,8 @@ class Holdings:
             if sequence_id in self.evictions:
                 raise self.evictions.make_error(sequence_id)
             raise UnknownSequenceError(
-                f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Moved to "
-                f"another device?"
+                f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Moved "
+                f"to another device?"
             )
         return holder
 

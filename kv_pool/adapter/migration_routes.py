@@ -71,9 +71,7 @@ class MigrationRoutes:
         with ExitStack() as locks:
             for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
                 locks.enter_context(pool.lock)
-            return move_subject(
-                self.find_site(), peer.find_site(), subject, f"device {peer._pool.device_id}"
-            )
+            return move_subject(self.find_site(), peer.find_site(), subject, f"device {peer._pool.device_id}")
 
     def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
         """See `GPUKVPool.migrate_blocks`."""

@@ -48,8 +48,8 @@ class OffloadHook:
     Which sequences go is ranked by the pool's eviction policy, by last use where it has none. `on_evicted`
     is not called for them, since they go on elsewhere. Targets are, in this order: the pools that `connect`
     knows, the one with most free blocks first (the bytes are copied in memory, without sockets); nodes, the
-    cheapest by the topology first. A threshold is kept at the target, too, so that two full pools do not offload
-    to each other; a request that finds too few blocks free uses all that the target has.
+    cheapest by the topology first. A threshold is kept at the target, too, so that two full pools do not
+    offload to each other; a request that finds too few blocks free uses all that the target has.
 
     Args:
         nodes: names of the nodes that may be asked; None for all that the migrator knows, in this process

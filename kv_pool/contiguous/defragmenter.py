@@ -63,6 +63,9 @@ class Defragmenter:
         max_evictions: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Plans are made in NumPy: its first import takes 100 ms, too long for a step.
+        import numpy  # noqa: F401
+
         goal = threshold / 2 if goal is None else goal
         if not 0 <= goal <= threshold <= 1:
             raise InvalidArgumentError(

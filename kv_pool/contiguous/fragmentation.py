@@ -20,12 +20,12 @@ def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
 
 
 def get_fragmentation_rate(run_lengths: Sequence[int], run_length: int) -> float:
-    """1 - sum(floor(r / k)) / floor(F / k): the share of possible runs of k that is lost to scattering, 0 to 1.
+    """1 - sum(floor(r / k)) / floor(F / k): the share of possible runs that is lost to scattering, 0 to 1.
 
-    k is `find_run_length(F, run_length)`. One piece of F free blocks makes floor(F / k) runs, so the rate is 0
-    where all free blocks are consecutive, however few they are and whatever their remainder by k. It is at
-    most U(k). A run counts wherever it starts: ids begin at 1, so that the only run of 16 of a pool of 16 blocks
-    starts at no multiple of 16.
+    k is `find_run_length(F, run_length)`. One piece of F free blocks makes floor(F / k) runs of k, so the rate
+    is 0 where all free blocks are consecutive, however few they are and whatever their remainder by k. It is
+    at most U(k). A run counts wherever it starts: ids begin at 1, so that the only run of 16 of a pool of 16
+    blocks starts at no multiple of 16.
 
     0 when nothing is free.
     Raises:
@@ -39,7 +39,7 @@ def get_fragmentation_rate(run_lengths: Sequence[int], run_length: int) -> float
 
 
 def find_run_length(num_free: int, run_length: int) -> int:
-    """Return `run_length`; with fewer free blocks than that the largest power of two that they allow, 1 for 0.
+    """Return `run_length`, or the largest power of two that fewer free blocks allow; 1 where none is free.
 
     Raises:
         InvalidArgumentError: `run_length` is below 1.

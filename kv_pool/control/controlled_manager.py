@@ -69,6 +69,9 @@ class ControlledManager:
         run_length: int = DEFAULT_RUN_LENGTH,
         device_id: int = 0,
     ) -> None:
+        # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
+        import numpy  # noqa: F401
+
         check_type("manager", manager, KVCacheManager)
         self.manager = manager
         self.block_pool: BlockPoolCore = manager.block_pool

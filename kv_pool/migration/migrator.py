@@ -236,7 +236,7 @@ class Migrator:
         peer._links.connect(self.name, self.answer)
 
     def list_node_names(self) -> list[str]:
-        """Return the names of the other nodes that this one knows: those connected in this process, and peers."""
+        """Return the names of the other nodes that this one knows: connected in this process, and peers."""
         names = [*self._links.list_local(), *(node.name for node in self.peers.list_nodes())]
         return [name for name in dict.fromkeys(names) if name != self.name]
 

@@ -27,8 +27,9 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
         fixed_blocks: in use, and held where they are: pinned, or by a transfer or an open plan.
         utilization: share of the blocks that is in use, 0 to 1.
         fragmentation_rate: share of the possible runs that is lost to scattering, 0 to 1: of runs of
-            `run_length`, or of the largest power of two that fewer free blocks allow. 0 if they are in one piece.
-        unusable_share: U(run_length), share of the free blocks that cannot serve a run of `run_length`, 0 to 1.
+            `run_length`, or of the largest power of two that fewer free blocks allow. 0 if they are in one
+            piece.
+        unusable_share: U(run_length), share of the free blocks that cannot serve a run of it, 0 to 1.
         largest_run_loss: share of the free blocks outside the largest free run, 0 to 1; harsh.
         epoch: how many times ids have been exchanged.
         evicted_blocks: how many cached blocks can no longer be hit, so far.

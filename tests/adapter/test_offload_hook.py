@@ -137,7 +137,9 @@ def test_sequences_move_to_connected_pools_without_nodes_the_emptiest_first():
     moved = []
     hook = OffloadHook(on_offloaded=lambda sequence_id, target: moved.append((sequence_id, target)))
     pool = make(9, storage=make_storage(10), migration_hook=hook)
-    others = [make(size, device_id=number, storage=make_storage(size + 1)) for number, size in ((1, 4), (2, 6))]
+    others = [
+        make(size, device_id=number, storage=make_storage(size + 1)) for number, size in ((1, 4), (2, 6))
+    ]
     for other in others:
         pool.connect(other)
     hook.use(pool)
@@ -162,7 +164,9 @@ def test_nodes_that_were_connected_in_this_process_need_no_names():
         assert b.list_node_names() == ["a", "c", "d"]
 
 
-@pytest.mark.parametrize("options", [{"offload_threshold": 2}, {"offload_threshold": -1}, {"offload_threshold": 11}])
+@pytest.mark.parametrize(
+    "options", [{"offload_threshold": 2}, {"offload_threshold": -1}, {"offload_threshold": 11}]
+)
 def test_a_threshold_that_cannot_be_kept_is_refused(options):
     with pytest.raises(InvalidArgumentError, match="offload_threshold is"):
         make(10, **options)
