@@ -91,8 +91,8 @@ class Evictions:
                 if stale and sequence_id in self._untold:
                     raise EvictedSequenceError(
                         f"block {min(stale)} may be meant as one of sequence {sequence_id}, which was "
-                        f"evicted {_name_cause(eviction)}; pass the sequence_id of its present holder, or call "
-                        f"take_evictions() first"
+                        f"evicted {_name_cause(eviction)}; pass the sequence_id of its present holder, or "
+                        f"call take_evictions() first"
                     )
 
     def make_error(self, sequence_id: int) -> EvictedSequenceError:
@@ -101,7 +101,8 @@ class Evictions:
         return EvictedSequenceError(
             f"sequence {sequence_id} was evicted {_name_cause(eviction)}; its {len(eviction.block_ids)} "
             f"blocks may hold other data now. Begin it again after free_sequence({sequence_id}) or "
-            f"take_evictions(). To keep sequences, pin their blocks, or pass eviction_policy=None to GPUKVPool."
+            f"take_evictions(). To keep sequences, pin their blocks, or make the pool with "
+            f"eviction_policy=None."
         )
 
 

@@ -71,15 +71,18 @@ class GPUKVPool(KVPoolProtocol):
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> pool = GPUKVPool(total_blocks=100, block_size=16)
         >>> pool.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=1))
-        [1, 2, 3]
+        [4, 5, 6]
         >>> pool.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=1)), pool.blocks_of(1)
-        ([4], [1, 2, 3, 4])
+        ([7], [4, 5, 6, 7])
         >>> pool.fork(1, 2)
-        [1, 2, 3, 4]
+        [4, 5, 6, 7]
         >>> pool.free_sequence(1), pool.get_free_blocks(), pool.get_block_info(4).sequence_id
         (0, 96, 2)
 
     Block ids run from 1 to `total_blocks`; 0 is the null block, so a storage has one block more.
+
+    A pool that runs full evicts sequences that are not pinned, those used longest ago first, see `allocate`;
+    with `eviction_policy=None` it refuses instead. A call for an evicted sequence raises EvictedSequenceError.
 
     Args:
         block_size: tokens per block.

@@ -89,8 +89,11 @@ class Holdings:
                     else:
                         later_holders[block] = [holder]
                     del added[block]
-        first_holders.update(added)
-        holder.blocks.update(dict.fromkeys(blocks))
+        first_holders |= added
+        if holder.blocks:
+            holder.blocks |= dict.fromkeys(blocks)
+        else:
+            holder.blocks = dict.fromkeys(blocks)
         self.note_access(holder)
 
     def hold_arrived(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:

@@ -22,8 +22,8 @@ def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
 def get_fragmentation_rate(run_lengths: Sequence[int], run_length: int) -> float:
     """1 - sum(floor(r / k)) / floor(F / k): the share of possible runs that is lost to scattering, 0 to 1.
 
-    k is `find_run_length(F, run_length)`. One piece of F free blocks makes floor(F / k) runs of k, so the rate
-    is 0 where all free blocks are consecutive, however few they are and whatever their remainder by k. It is
+    k is `find_run_length(F, run_length)`. One piece of F free blocks makes floor(F / k) runs, so the rate is
+    0 where all free blocks are consecutive, however few they are and whatever their remainder by k. It is
     at most U(k). A run counts wherever it starts: ids begin at 1, so that the only run of 16 of a pool of 16
     blocks starts at no multiple of 16.
 

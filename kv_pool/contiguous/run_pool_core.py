@@ -258,7 +258,7 @@ class RunPoolCore(RunPoolState):
         return fragmentation.get_fragmentation_rate(self.list_free_runs(), run_length)
 
     def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
-        """U(run_length): share of the free blocks that cannot serve a run of it, 0 to 1. O(num_gpu_blocks)."""
+        """U(run_length): share of the free blocks that cannot serve a run of it, 0 to 1. O(all blocks)."""
         if not isinstance(run_length, int):
             run_length = as_int("run_length", run_length)
         return fragmentation.get_unusable_share(self.list_free_runs(), run_length)

@@ -18,12 +18,12 @@ class PoolLayout(msgspec.Struct, frozen=True):
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> pool = GPUKVPool(total_blocks=7, block_size=16, run_length=2)
         >>> pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1))
-        [1, 2]
+        [2, 3]
         >>> pool.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=2, pinned=True))
-        [3]
+        [1]
         >>> layout = pool.get_layout()
         >>> list(layout.states), list(layout.joins), list(layout.holders)
-        ([0, 3, 3, 4, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0])
+        ([0, 4, 3, 3, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0])
         >>> layout.num_blocks, layout.num_free, layout.list_free_runs(), layout.fragmentation_rate
         (7, 4, [4], 0.0)
 
