@@ -1,4 +1,4 @@
-"""An engine's memory manager on the pool: blocks for a sequence, at the cost of others under pressure; free it.
+"""An engine's memory manager on the pool: blocks for a sequence, if need be those of others; free a sequence.
 
 Run it: python examples/memory_manager.py
 """

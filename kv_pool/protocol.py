@@ -117,20 +117,20 @@ class MigrationResult:
 class KVPoolProtocol(ABC):
     """A pool of KV blocks on one device, by block ids and sequence ids.
 
-    Under pressure a pool tries three things in this order: it moves blocks together (where ids may change), it
-    evicts sequences that are not pinned, it refuses the request or has sequences migrate. A sequence is not
-    evicted silently: its owner is called, or the next call that names the sequence raises an error.
+    Under pressure a pool tries three things in this order: it moves blocks together (where ids may change),
+    it evicts sequences that are not pinned, it refuses the request or has sequences migrate. A sequence is
+    not evicted silently: its owner is called, or the next call that names the sequence raises an error.
     """
 
     @abstractmethod
     def allocate(self, request: BlockAllocationRequest) -> list[int]:
         """Take blocks for a sequence, after those that it has.
 
+        Under pressure the pool moves blocks, evicts other sequences, or has them migrate before it refuses.
+
         Returns:
             Ids of blocks that nobody else holds, in the order of the sequence. Their KV slots still hold the
             last owner's bytes.
-        Under pressure the pool may move blocks, evict other sequences, or have them migrate before it refuses.
-
         Raises:
             MemoryError: the pool cannot serve this now, or the sequence was evicted. Nothing has changed.
         """

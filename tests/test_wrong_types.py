@@ -229,7 +229,10 @@ class Things:
             (self.new, {"append_output_token_ids": {"token_ids": [1]}}),
             (
                 self.controlled,
-                {"defragment": {"max_evictions": 0, "max_moves": 3, "goal": 0.5}},
+                {
+                    "defragment": {"max_evictions": 0, "max_moves": 3, "goal": 0.5},
+                    "list_victims": {"num_blocks": 1},
+                },
             ),
             (
                 self.adapter,
@@ -261,6 +264,7 @@ class Things:
                     "connect": {"peer": GPUKVPool(4, 4, device_id=1)},
                     "get_attached_node": {"device_id": 1},
                     "migrate_blocks": {"block_ids": [1], "target_device_id": 1},
+                    "migrate_sequence": {"sequence_id": 1, "target_device_id": 1},
                     "try_migrate_blocks": {"block_ids": [1], "target_device_id": 1},
                 },
             ),

@@ -82,7 +82,7 @@ class GPUKVPool(KVPoolProtocol):
     Block ids run from 1 to `total_blocks`; 0 is the null block, so a storage has one block more.
 
     A pool that runs full evicts sequences that are not pinned, those used longest ago first, see `allocate`;
-    with `eviction_policy=None` it refuses instead. A call for an evicted sequence raises EvictedSequenceError.
+    with `eviction_policy=None` it refuses instead. A call for an evicted one raises EvictedSequenceError.
 
     Args:
         block_size: tokens per block.

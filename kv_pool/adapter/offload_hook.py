@@ -29,7 +29,7 @@ class OffloadablePool(Protocol):
     def describe_sequences(self) -> SequenceList:
         """Return a report of each sequence."""
 
-    def list_victims(self, num_blocks: int, priority: int = ..., sequence_id: Any = None) -> Sequence[Any]:
+    def list_victims(self, num_blocks: int) -> Sequence[Any]:
         """Return the sequences that go first for `num_blocks` more, the first to go first."""
 
 
@@ -109,7 +109,8 @@ class OffloadHook:
         is_urgent = pool.count_available(request.priority) < request.num_blocks
         num_spare = 0 if is_urgent else pool.offload_threshold
         if is_urgent or self._clock() >= self._idle_until_s:
-            self._move_away(pool, num_missing, num_spare, request.priority, request.sequence_id)
+            victims = pool.list_victims(num_missing, request.priority, request.sequence_id)
+            self._move_away(pool, victims, num_missing, num_spare)
 
     def keep_free(self, num_blocks: int) -> int:
         """Move sequences away if fewer than `num_blocks` blocks are free. As the call of the hook otherwise.
@@ -121,20 +122,23 @@ class OffloadHook:
         if self._pool is None or self._clock() < self._idle_until_s:
             return 0
         num_missing = num_blocks - self._pool.get_free_blocks()
-        return self._move_away(self._pool, num_missing, num_blocks) if num_missing > 0 else 0
+        if num_missing <= 0:
+            return 0
+        return self._move_away(self._pool, self._pool.list_victims(num_missing), num_missing, num_blocks)
 
-    def _move_away(self, pool: OffloadablePool, num_missing: int, num_spare: int, *asking: Any) -> int:
+    def _move_away(
+        self, pool: OffloadablePool, victims: Sequence[Any], num_missing: int, num_spare: int
+    ) -> int:
         """Move sequences away until `num_missing` more blocks are free; return how many have moved.
 
         Args:
             num_spare: blocks that have to be free at a target afterwards.
-            asking: priority and sequence of the request, for `list_victims`.
         """
         num_wanted = pool.get_free_blocks() + num_missing
         num_moved = 0
         nodes: list[NodeDescription] | None = None
         sizes = {one.sequence_id: one.num_blocks for one in pool.describe_sequences().sequences}
-        for sequence_id in pool.list_victims(num_missing, *asking):
+        for sequence_id in victims:
             if pool.get_free_blocks() >= num_wanted:
                 return num_moved
             num_blocks = sizes.get(sequence_id, 0)

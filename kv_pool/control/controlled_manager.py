@@ -18,7 +18,6 @@ from kv_pool.errors import ControlError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_sequences import ManagerSequences
-from kv_pool.protocol import URGENT
 from kv_pool.reports.layout import PoolLayout, read_layout
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics, read_fragmentation_rate, read_statistics
@@ -141,23 +140,17 @@ class ControlledManager:
         with self.lock:
             return self.manager.get_num_free_blocks()
 
-    def list_victims(
-        self, num_blocks: int, priority: int = URGENT, sequence_id: str | None = None
-    ) -> list[str]:
+    def list_victims(self, num_blocks: int) -> list[str]:
         """Return the requests that go first for `num_blocks` more: those admitted last, the last one first.
 
         All that may go where they would not suffice. Requests that a migration or a swap has stay.
-
-        Args:
-            priority: requests have none; any may go.
-            sequence_id: a request that stays.
         """
         num_blocks = as_int("num_blocks", num_blocks)
         victims: list[str] = []
         for report in reversed(self.describe_sequences().sequences):
             if num_blocks <= 0:
                 break
-            if report.num_blocks and not report.is_migrating and report.sequence_id != sequence_id:
+            if report.num_blocks and not report.is_migrating:
                 victims.append(str(report.sequence_id))
                 num_blocks -= report.num_blocks
         return victims
