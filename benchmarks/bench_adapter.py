@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.ids import BlockHash
 
 REQUEST_BLOCKS = 10
+NUM_THREADS = 8
 Times = dict[str, list[int]]
 
 
@@ -100,15 +102,84 @@ def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
             sequences.append(number)
             num_several += num_blocks > 1
             num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
-        before.append(pool.get_fragmentation_rate())
+        before.append(pool.block_pool.get_unusable_share())
         moved += timed(times["defragment"], pool.defragment)
-        after.append(pool.get_fragmentation_rate())
+        after.append(pool.block_pool.get_unusable_share())
     return times, {
         "in one run": num_in_runs / num_several,
         "U(16) before": sum(before) / len(before),
         "U(16) after": sum(after) / len(after),
         "blocks moved": moved / options.runs,
     }
+
+
+def full_cache(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """Requests of 1 to 32 blocks, all cached, so that no block is empty; 10% are free at least."""
+    rng = random.Random(options.seed)
+    times: Times = {"allocate": [], "free": []}
+    pool = GPUKVPool(options.blocks, 16)
+    sequences: list[int] = []
+    num_several = num_in_runs = 0
+    for step in range(options.runs * 1500):
+        if step == options.runs * 500:
+            times = {"allocate": [], "free": []}
+            num_several = num_in_runs = 0
+        num_blocks = rng.randint(1, 32)
+        while pool.get_free_blocks() < options.blocks // 10 + num_blocks:
+            at = rng.randrange(len(sequences))
+            sequences[at], sequences[-1] = sequences[-1], sequences[at]
+            timed(times["free"], pool.free, pool.blocks_of(sequences.pop()))
+        ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, step))
+        num_several += num_blocks > 1
+        num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
+        sequences.append(step)
+        pool.cache_prefix(step, [BlockHash(rng.randbytes(32)) for _ in ids])
+    return times, {"in one run": num_in_runs / num_several}
+
+
+def count_calls(options: argparse.Namespace, num_threads: int) -> tuple[float, float]:
+    """Sequences of 10 blocks begin and end, 8 at a time in all.
+
+    Returns:
+        Calls in a second, and in a second of the processor's time.
+    """
+    pool = GPUKVPool(options.blocks, 16)
+    num_own = NUM_THREADS // num_threads
+    num_steps = options.runs * 1000 // num_threads
+    ready = threading.Barrier(num_threads + 1)
+
+    def run(first: int) -> None:
+        for number in range(first, first + num_own - 1):
+            pool.allocate(BlockAllocationRequest(REQUEST_BLOCKS, number))
+        ready.wait()
+        for number in range(first + num_own - 1, first + num_own - 1 + num_steps):
+            pool.allocate(BlockAllocationRequest(REQUEST_BLOCKS, number))
+            pool.free_sequence(number - num_own + 1)
+
+    threads = [threading.Thread(target=run, args=(at * 10**9,)) for at in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    started, started_cpu = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.join()
+    num_calls = 2 * num_threads * num_steps
+    return num_calls / (time.perf_counter() - started), num_calls / (time.process_time() - started_cpu)
+
+
+def compare_threads(options: argparse.Namespace) -> dict[str, Any]:
+    """One thread and eight, in turn; the best of five rates each, since neighbours only take away."""
+    rates = {1: (0.0, 0.0), NUM_THREADS: (0.0, 0.0)}
+    for _ in range(5):
+        for num_threads, best in rates.items():
+            found = count_calls(options, num_threads)
+            rates[num_threads] = (max(best[0], found[0]), max(best[1], found[1]))
+    row: dict[str, Any] = {"title": "10 blocks each, 8 sequences at a time"}
+    for num_threads, (per_second, per_cpu_second) in rates.items():
+        title = f"{row['title']}, {num_threads} threads"
+        print(f"{title:<58} {per_second:12,.0f} calls/s {per_cpu_second:12,.0f} calls/s of the processor")
+        row[f"{num_threads} threads"] = {"per second": per_second, "per processor second": per_cpu_second}
+    return row
 
 
 def print_row(title: str, call: str, times: list[int]) -> dict[str, float]:
@@ -145,11 +216,13 @@ def main() -> None:
         ("99% in use, 10 blocks each", lambda options: live(options, 0.99, False)),
         ("80% in use, all the rest cached", lambda options: live(options, 0.8, True)),
         ("90% in use, 1 to 32 blocks, halves given back", random_life),
+        ("90% in use, 1 to 32 blocks, all the rest cached", full_cache),
     ):
         times, facts = measure(options)
         calls = {call: print_row(title, call, values) for call, values in times.items()}
         print("    " + ", ".join(f"{name} {value:.3f}" for name, value in facts.items()))
         rows.append({"title": title, "calls": calls, **facts})
+    rows.append(compare_threads(options))
     if options.json:
         options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
 

@@ -305,7 +305,7 @@ def live(options: argparse.Namespace) -> list[dict[str, Any]]:
                 num_taken, num_moved, num_evicted = life.num_taken, packed.num_moved, pool.num_evictions
                 packed.step_us.clear()
             if step > num_steps // 4 and step % 25 == 0:
-                rates.append(pool.get_fragmentation_rate(RUN_LENGTH))
+                rates.append(pool.get_unusable_share(RUN_LENGTH))
                 uses.append(life.measure_use())
         num_taken = life.num_taken - num_taken
         tables = [[block.block_id for block in table] for table in life.tables]

@@ -1,4 +1,4 @@
-"""An engine's memory manager on the pool: blocks for a sequence, evict and retry, free a sequence.
+"""An engine's memory manager on the pool: blocks for a sequence, if need be those of others; free a sequence.
 
 Run it: python examples/memory_manager.py
 """
@@ -20,18 +20,16 @@ class MemoryManager:
         self.to_compute_again.append(sequence_id)
 
     def allocate_for_sequence(self, sequence_id: int, num_tokens: int) -> list[int]:
-        """Blocks for so many tokens; the first ten sequences have priority and evict nobody else's."""
+        """Blocks for so many tokens. The first ten sequences have priority: others do not evict them.
+
+        Where too few blocks are free, the pool evicts what was used longest ago and is not pinned.
+        """
         request = BlockAllocationRequest(
             num_blocks=-(-num_tokens // BLOCK_SIZE),
             sequence_id=sequence_id,
             priority=1 if sequence_id < 10 else 0,
         )
-        try:
-            return self.pool.allocate(request)
-        except MemoryError:
-            # Or let the pool do this itself: GPUKVPool(..., eviction_policy=LRUEviction()).
-            self.pool.evict(request.num_blocks - self.pool.get_free_blocks())
-            return self.pool.allocate(request)
+        return self.pool.allocate(request)
 
     def free_sequence(self, sequence_id: int) -> None:
         self.pool.free_sequence(sequence_id)

@@ -17,6 +17,7 @@ place, so neither `except KVPoolError` nor `except ValueError` misses one:
 | `PinLimitError` | `ValueError` | more pinned blocks than the pool allows |
 | `StaleLeaseError` | as `InvalidArgumentError` | a lease that has ended, or was never made here |
 | `UnknownSequenceError` | as `InvalidArgumentError` | a sequence that holds no blocks |
+| `EvictedSequenceError` | `MemoryError`, as `UnknownSequenceError` | a sequence evicted to make room |
 | `FrozenSequenceError` | as `InvalidArgumentError` | a sequence that a migration has at the moment |
 | `UnknownDeviceError` | as `InvalidArgumentError` | a device that the pool is not connected to |
 | `CopyFailedError` | `RuntimeError` | bytes of blocks that did not all arrive |
@@ -92,6 +93,10 @@ class StaleLeaseError(InvalidArgumentError):
 
 class UnknownSequenceError(InvalidArgumentError):
     """A sequence that holds no blocks here: freed twice, evicted, or never seen. Nothing has changed."""
+
+
+class EvictedSequenceError(UnknownSequenceError, MemoryError):
+    """A sequence that lost its blocks to another; says to which. Its old block ids belong to others now."""
 
 
 class FrozenSequenceError(InvalidArgumentError):

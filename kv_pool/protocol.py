@@ -60,6 +60,20 @@ class BlockInfo:
     sequence_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A sequence that lost its blocks.
+
+    Attributes:
+        block_ids: those that it held, in its order; they may belong to others now.
+        for_sequence_id: the sequence that needed room; `NO_SEQUENCE` for a call of `GPUKVPool.evict`.
+    """
+
+    sequence_id: int
+    block_ids: tuple[int, ...]
+    for_sequence_id: int = NO_SEQUENCE
+
+
 @dataclass(slots=True)
 class AllocationResult:
     """What came of a request.
@@ -101,17 +115,24 @@ class MigrationResult:
 
 
 class KVPoolProtocol(ABC):
-    """A pool of KV blocks on one device, by block ids and sequence ids."""
+    """A pool of KV blocks on one device, by block ids and sequence ids.
+
+    Under pressure a pool tries three things in this order: it moves blocks together (where ids may change),
+    it evicts sequences that are not pinned, it refuses the request or has sequences migrate. A sequence is
+    not evicted silently: its owner is called, or the next call that names the sequence raises an error.
+    """
 
     @abstractmethod
     def allocate(self, request: BlockAllocationRequest) -> list[int]:
         """Take blocks for a sequence, after those that it has.
 
+        Under pressure the pool moves blocks, evicts other sequences, or has them migrate before it refuses.
+
         Returns:
             Ids of blocks that nobody else holds, in the order of the sequence. Their KV slots still hold the
             last owner's bytes.
         Raises:
-            MemoryError: the pool cannot serve this now. Nothing has changed.
+            MemoryError: the pool cannot serve this now, or the sequence was evicted. Nothing has changed.
         """
 
     @abstractmethod
@@ -144,4 +165,7 @@ class KVPoolProtocol(ABC):
 
     @abstractmethod
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of consecutive ids, 0 to 1."""
+        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1.
+
+        0 where all free blocks are consecutive, at any fill.
+        """

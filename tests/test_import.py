@@ -15,6 +15,26 @@ def test_importing_kv_pool_pulls_in_nothing_heavy():
     assert told.stdout.strip() == "[]"
 
 
+def test_no_call_of_a_pool_imports_a_module_with_the_lock_held():
+    """NumPy was imported by the first compaction, which took 100 ms longer for it."""
+    code = (
+        "import sys\n"
+        "from kv_pool import BlockAllocationRequest, GPUKVPool\n"
+        "pool = GPUKVPool(40, 4, run_length=4, on_moved=lambda relocation: relocation.make_remap())\n"
+        "before = set(sys.modules)\n"
+        "for number in range(20):\n"
+        "    pool.allocate(BlockAllocationRequest(2, number))\n"
+        "for number in range(0, 20, 2):\n"
+        "    pool.free_sequence(number)\n"
+        "moved = pool.defragment(goal=0.0) and pool.defragment()\n"
+        "pool.allocate(BlockAllocationRequest(9, 99, contiguous='require'))\n"
+        "pool.get_layout(), pool.get_statistics(), pool.shrink(5)\n"
+        "print(moved > 0, sorted(name for name in set(sys.modules) - before if name[:6] != 'numpy.'))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "True []"
+
+
 def test_storage_in_host_memory_needs_no_torch():
     code = (
         "import sys; from kv_pool.storage import KVStorage; storage = KVStorage.allocate(4, 4, 2, 2, 8); "

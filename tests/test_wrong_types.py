@@ -141,6 +141,7 @@ class Things:
                 "get_new_blocks_after": {"block": held[-1], "num_blocks": 1},
                 "get_new_run": {"num_blocks": 2},
                 "get_fragmentation_rate": {"run_length": 4},
+                "get_unusable_share": {"run_length": 4},
                 "count_runs": {"run_length": 4},
                 "grow": {"num_blocks": 1},
                 "shrink": {"num_blocks": 1},
@@ -228,7 +229,10 @@ class Things:
             (self.new, {"append_output_token_ids": {"token_ids": [1]}}),
             (
                 self.controlled,
-                {"defragment": {"max_evictions": 0, "max_moves": 3, "goal": 0.5}},
+                {
+                    "defragment": {"max_evictions": 0, "max_moves": 3, "goal": 0.5},
+                    "list_victims": {"num_blocks": 1},
+                },
             ),
             (
                 self.adapter,
@@ -243,7 +247,7 @@ class Things:
                         "token_ids": range(8),
                     },
                     "claim_prefix": {"sequence_id": 2, "block_hashes": first.block_hashes, "priority": 0},
-                    "free": {"block_ids": [1], "sequence_id": 1},
+                    "free": {"block_ids": self.adapter.blocks_of(1)[:1], "sequence_id": 1},
                     "free_many": {"batches": [[1]]},
                     "free_sequence": {"sequence_id": 1},
                     "evict": {"num_blocks": 1},
@@ -260,6 +264,7 @@ class Things:
                     "connect": {"peer": GPUKVPool(4, 4, device_id=1)},
                     "get_attached_node": {"device_id": 1},
                     "migrate_blocks": {"block_ids": [1], "target_device_id": 1},
+                    "migrate_sequence": {"sequence_id": 1, "target_device_id": 1},
                     "try_migrate_blocks": {"block_ids": [1], "target_device_id": 1},
                 },
             ),

@@ -16,6 +16,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
 
+_NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"
+_NO_EVICTION = "no eviction (eviction_policy is None)"
 _MAX_SCAN = 65_536
 """How many ids one request looks at; the next one goes on from there."""
 
@@ -27,7 +29,8 @@ class Allocation:
         too few are free   sequences are evicted, in the order of the policy; then as above
         neither            PoolExhaustedError
 
-    A request that requires a run gets no other blocks, and sequences are evicted until there is one.
+    A request that requires a run gets no other blocks: blocks in use are moved out of the way of one, and
+    where that is not enough, or not allowed, sequences are evicted until there is one.
 
     Args:
         count_available: how many blocks a request of this priority could have, the reserve deducted.
@@ -101,7 +104,7 @@ class Allocation:
                     return
                 if self._make_run(num_blocks, request.max_moves, spares_kept):
                     return
-            attempts.append("no compaction (on_moved is not set)" if self._on_moved is None else "compaction")
+            attempts.append(_NO_COMPACTION if self._on_moved is None else "compaction")
         self._evict_for_run(request, attempts)
         if not self._take_run(num_blocks, after, False):
             self._refuse(request, attempts)  # one search does not look at all of a large pool
@@ -177,10 +180,10 @@ class Allocation:
     def _make_room(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
         """Evict sequences until the request's blocks are free, or refuse it with nothing changed."""
         num_missing = request.num_blocks - self._count_available(request.priority)
-        if self._may_evict(request):
+        if self._may_evict(request, attempts):
             victims = self._victims.choose(request.priority, request.sequence_id, num_missing)
             if victims is not None:
-                self._victims.evict(victims)
+                self._victims.evict(victims, request.sequence_id)
                 return
             attempts.append("eviction (too little may go)")
         self._refuse(request, attempts)
@@ -188,7 +191,7 @@ class Allocation:
     def _evict_for_run(self, request: BlockAllocationRequest, attempts: list[str]) -> None:
         """Evict the fewest sequences, in the policy's order, that leave a run; or refuse."""
         num_blocks = request.num_blocks
-        if self._may_evict(request):
+        if self._may_evict(request, attempts):
             victims = self._victims.choose(
                 request.priority,
                 request.sequence_id,
@@ -196,13 +199,17 @@ class Allocation:
                 lambda freed_ids: self._has_run(num_blocks, freed_ids),
             )
             if victims is not None:
-                self._victims.evict(victims)
+                self._victims.evict(victims, request.sequence_id)
                 return
             attempts.append("eviction (no run even without all that may go)")
         self._refuse(request, attempts)
 
-    def _may_evict(self, request: BlockAllocationRequest) -> bool:
-        return self._victims.has_policy and request.num_blocks < len(self._pool.blocks)
+    def _may_evict(self, request: BlockAllocationRequest, attempts: list[str]) -> bool:
+        if request.num_blocks >= len(self._pool.blocks):
+            return False
+        if not self._victims.has_policy:
+            attempts.append(_NO_EVICTION)
+        return self._victims.has_policy
 
     def _refuse(self, request: BlockAllocationRequest, attempts: Sequence[str]) -> NoReturn:
         num_free = self._pool.get_num_free_blocks()

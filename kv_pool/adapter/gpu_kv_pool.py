@@ -18,7 +18,7 @@ from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
 from kv_pool.adapter.prefixes import cache_prefix
 from kv_pool.adapter.recovering_lock import Aborting, RecoveringLock
-from kv_pool.adapter.victims import EvictionPolicy, Victims
+from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
@@ -27,6 +27,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.identity import refuse_copy
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import (
+    EvictedSequenceError,
     InvalidArgumentError,
     InvalidTypeError,
     KVPoolError,
@@ -43,6 +44,7 @@ from kv_pool.protocol import (
     AllocationResult,
     BlockAllocationRequest,
     BlockInfo,
+    Eviction,
     KVPoolProtocol,
     MigrationResult,
 )
@@ -79,6 +81,9 @@ class GPUKVPool(KVPoolProtocol):
 
     Block ids run from 1 to `total_blocks`; 0 is the null block, so a storage has one block more.
 
+    A pool that runs full evicts sequences that are not pinned, those used longest ago first, see `allocate`;
+    with `eviction_policy=None` it refuses instead. A call for an evicted one raises EvictedSequenceError.
+
     Args:
         block_size: tokens per block.
         device_id: of this pool; distinct among pools that are connected.
@@ -87,14 +92,17 @@ class GPUKVPool(KVPoolProtocol):
         block_bytes: for `AllocationResult`, where there is no storage.
         reserved_blocks: free blocks that requests of priority 0 leave alone.
         max_pinned_blocks: how many blocks may be pinned at once; None for all, however many they become.
-        eviction_policy: which sequences lose their blocks to a request that finds too few; None for none.
+        eviction_policy: which sequences lose their blocks to a request that finds too few: by default those
+            of the lowest priority that were used longest ago. None: no sequence is evicted.
         on_evicted: called with a sequence's id and its block ids before it loses them, while the pool is
-            locked: take note, do not wait for another thread.
+            locked: take note, do not wait for another thread. Without it, see `take_evictions`.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken; locked,
             too. Without it ids change in `defragment` only.
         migration_hook: called with the request that is about to be refused, and how many blocks it lacks (in
             `allocate_many`, how many the batch lacks); the pool is not locked. It may free or migrate blocks;
-            then the request, or the batch, is tried once more.
+            then the request, or the batch, is tried once more. See `OffloadHook`.
+        offload_threshold: blocks. The migration hook is called before a request would leave fewer than this
+            free, too, and so before a sequence is evicted for it.
         run_length: what `get_fragmentation_rate` is about.
         placement: where runs are taken: "buddy", "first_fit" or "oldest", see `RunBlockPool`.
         enable_caching: freed blocks keep their hashes until they are taken.
@@ -126,21 +134,26 @@ class GPUKVPool(KVPoolProtocol):
         block_bytes: int = 0,
         reserved_blocks: int = 0,
         max_pinned_blocks: int | None = None,
-        eviction_policy: EvictionPolicy | None = None,
+        eviction_policy: EvictionPolicy | None = LRUEviction(),  # noqa: B008 (stateless)
         on_evicted: Callable[[int, list[int]], object] | None = None,
         on_moved: Callable[[Relocation], object] | None = None,
         migration_hook: Callable[[BlockAllocationRequest, int], object] | None = None,
+        offload_threshold: int = 0,
         run_length: int = DEFAULT_RUN_LENGTH,
         placement: str = "buddy",
         enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
+        import numpy  # noqa: F401
+
         total_blocks = as_int("total_blocks", total_blocks)
         block_size = as_int("block_size", block_size)
         device_id = as_int("device_id", device_id)
         block_bytes = as_int("block_bytes", block_bytes)
         reserved_blocks = as_int("reserved_blocks", reserved_blocks)
+        offload_threshold = as_int("offload_threshold", offload_threshold)
         run_length = as_int("run_length", run_length)
         if max_pinned_blocks is not None:
             max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
@@ -148,6 +161,11 @@ class GPUKVPool(KVPoolProtocol):
             raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool hands out at least 1 block")
         if not 0 <= reserved_blocks <= total_blocks:
             raise InvalidArgumentError(f"{reserved_blocks} of {total_blocks} blocks cannot be reserved")
+        if not 0 <= offload_threshold <= total_blocks or (offload_threshold and migration_hook is None):
+            raise InvalidArgumentError(
+                f"offload_threshold is {offload_threshold} of {total_blocks} blocks; it is 0 to all of them, "
+                f"and needs a migration_hook, such as OffloadHook"
+            )
         if storage is not None and storage.num_blocks <= total_blocks:
             raise InvalidArgumentError(
                 f"the storage has blocks 0 to {storage.num_blocks - 1}, the pool 1 to {total_blocks}"
@@ -157,6 +175,7 @@ class GPUKVPool(KVPoolProtocol):
         self.device_id = device_id
         self.block_bytes = block_bytes if storage is None else storage.block_bytes
         self.reserved_blocks = reserved_blocks
+        self.offload_threshold = offload_threshold
         self.run_length = run_length
         self.block_pool = RunBlockPool(
             total_blocks + 1,
@@ -193,6 +212,7 @@ class GPUKVPool(KVPoolProtocol):
         self._holders = self.holdings.holders
         self._hold = self.holdings.hold
         self._drop = self.holdings.drop
+        self._evictions = self.holdings.evictions
         self._routes = MigrationRoutes(self)
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
@@ -219,16 +239,21 @@ class GPUKVPool(KVPoolProtocol):
     def allocate(self, request: BlockAllocationRequest) -> list[int]:
         """Take blocks for a sequence, after those that it has.
 
-        What comes next in the ids of a sequence that grows is tried first; then a run, of those that there
-        are the one whose content is oldest; then, within `max_moves`, one that is made by moving other
-        blocks, if somebody hears of it (`on_moved`). Too few blocks: sequences are evicted by policy. Then
-        the request is refused, or left to the migration hook.
+        What comes next in the ids of a sequence that grows is tried first; then a run, see `placement`; then,
+        within `max_moves`, one that is made by moving other blocks, if the pool has `on_moved`. Then:
+
+            1  compaction     a run is required and enough blocks are free: others move out of its way
+            2  eviction       too few are free, or no run: sequences that are not pinned, by `eviction_policy`
+            3  migration      the migration hook is called, and the request is tried once more
+            4  refusal        PoolExhaustedError
 
         Returns:
             `num_blocks` ids in the order of the sequence, held by nobody else.
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; a `MemoryError`, too. It
                 says what was tried. Nothing has changed.
+            EvictedSequenceError: the sequence was evicted, see `take_evictions`; a `MemoryError`, too.
+                Nothing has changed.
             PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
             CopyFailedError: while moving blocks out of the way. No block has moved; sequences that were
                 evicted before stay so.
@@ -284,6 +309,8 @@ class GPUKVPool(KVPoolProtocol):
             as_request(request) for request in as_list_of("requests", requests, BlockAllocationRequest)
         ]
         done: list[list[KVCacheBlock]] = []
+        if self.offload_threshold and requests:
+            self._offload_early(requests[0], sum(request.num_blocks for request in requests))
         try:
             with self.lock:
                 return self._allocate_all(requests, done)
@@ -304,8 +331,9 @@ class GPUKVPool(KVPoolProtocol):
             Their ids. Whoever writes into a block with `ref_count` above 1 takes one of its own before.
         Raises:
             UnknownSequenceError: the parent holds nothing.
-            InvalidArgumentError: the child holds blocks already, or the parent not so many. In both cases
-                nothing has changed.
+            InvalidArgumentError: the child holds blocks already, or the parent not so many.
+            EvictedSequenceError: one of them was evicted, see `take_evictions`. In all cases nothing has
+                changed.
         """
         with self.lock:
             parent = self.holdings.find_usable(as_sequence_id("parent_id", parent_id))
@@ -323,6 +351,7 @@ class GPUKVPool(KVPoolProtocol):
                     f"sequence {parent_id} has {len(parent.blocks)} blocks; {count} of them cannot be shared"
                 )
             shared = list(parent.blocks)[:count]
+            self._evictions.begin(child_id)
             self._share(Holder(child_id, parent.priority, self._clock()), shared)
             return [block.block_id for block in shared]
 
@@ -370,6 +399,7 @@ class GPUKVPool(KVPoolProtocol):
             The ids of its blocks, head first; [] for a miss, and then there is no such sequence yet.
         Raises:
             InvalidArgumentError: it holds blocks already, or there is no such priority.
+            EvictedSequenceError: it was evicted, see `take_evictions`.
         """
         with self.lock:
             sequence_id = as_new_id("sequence_id", sequence_id)
@@ -378,6 +408,7 @@ class GPUKVPool(KVPoolProtocol):
             self.holdings.check_usable(sequence_id)
             if sequence_id in self._holders:
                 raise InvalidArgumentError(f"sequence {sequence_id} holds blocks; a prefix comes first")
+            self._evictions.begin(sequence_id)
             hits = self.block_pool.find_cached_prefix(block_hashes, len(block_hashes))
             self._num_looked_up_blocks += len(block_hashes)
             self._num_hit_blocks += len(hits)
@@ -417,7 +448,9 @@ class GPUKVPool(KVPoolProtocol):
         What nobody holds any more is free, and can be hit as long as it is not taken again.
         Raises:
             InvalidBlockError: no such block, a free one, one listed twice, or not held by that sequence.
-            PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
+            EvictedSequenceError: that sequence was evicted; or none is named, and a block was held by one
+                that was evicted, see `take_evictions`: the ids may be meant as its.
+            PinnedBlockError: a pinned block would become free. In all cases nothing has changed.
         Cost: O(len(block_ids)).
         """
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
@@ -439,13 +472,19 @@ class GPUKVPool(KVPoolProtocol):
         Returns:
             How many became free; the others are held by other sequences as well.
         Raises:
-            UnknownSequenceError: it holds nothing: freed twice, or evicted.
-            PinnedBlockError: a pinned block would become free. In both cases nothing has changed.
+            UnknownSequenceError: it holds nothing, such as after an earlier call.
+            EvictedSequenceError: it was evicted: what was computed on its blocks may be wrong. With this its
+                owner is notified, and the id may be used again.
+            PinnedBlockError: a pinned block would become free. In all cases no block has changed.
         """
         started_ns = 0 if self._number_freeing() % TIMED_EVERY else perf_counter_ns()
         try:
             with self.lock:
-                sequence = self.holdings.find_usable(sequence_id)
+                try:
+                    sequence = self.holdings.find_usable(sequence_id)
+                except EvictedSequenceError:
+                    self._evictions.forget(sequence_id)
+                    raise
                 num_free = self.block_pool.get_num_free_blocks()
                 blocks = list(sequence.blocks)
                 self._give_back(blocks, {sequence: blocks})
@@ -457,12 +496,23 @@ class GPUKVPool(KVPoolProtocol):
     def evict(self, num_blocks: int) -> list[int]:
         """Take their blocks from as few sequences as free `num_blocks` more, in the order of the policy.
 
-        The LRU policy where the pool has none. Returns the sequences' ids; [] with nothing changed where all
-        that may go would not suffice.
+        The LRU policy where the pool has none. Returns the sequences' ids, for the caller to notify their
+        owners; [] with nothing changed where all that may go would not suffice.
         """
         num_blocks = as_int("num_blocks", num_blocks)
         with self.lock, self._aborting:
             return self._victims.evict(self._victims.choose(URGENT, None, num_blocks) or [])
+
+    def take_evictions(self) -> list[Eviction]:
+        """Return the sequences that were evicted since the last call, oldest first, and forget them.
+
+        An eviction that `allocate` needed reaches the sequence's owner by `on_evicted`, or by this call.
+        Until then, or until `free_sequence` has raised for it, calls that name the sequence raise
+        EvictedSequenceError, and so does `free` for its block ids where no sequence is named. A sequence
+        that was begun again is not returned. 65,536 are kept at most.
+        """
+        with self.lock:
+            return self._evictions.take_all()
 
     def list_victims(
         self, num_blocks: int, priority: int = URGENT, sequence_id: int | None = None
@@ -512,12 +562,19 @@ class GPUKVPool(KVPoolProtocol):
     # ---- looking ---------------------------------------------------------------------------------
 
     def blocks_of(self, sequence_id: int) -> list[int]:
-        """Block ids of a sequence in the order of its tokens; [] if it holds none."""
+        """Block ids of a sequence in the order of its tokens; [] if it holds none.
+
+        Raises:
+            EvictedSequenceError: it was evicted, see `take_evictions`.
+        """
         with self.lock:
             if type(sequence_id) is not int:
                 sequence_id = as_int("sequence_id", sequence_id)
             sequence = self._holders.get(sequence_id)
-            return [] if sequence is None else [block.block_id for block in sequence.blocks]
+            if sequence is None:
+                self._evictions.check(sequence_id)
+                return []
+            return [block.block_id for block in sequence.blocks]
 
     def list_sequences(self) -> list[int]:
         """Ids of the sequences that hold blocks, the one whose last access is longest ago first."""
@@ -571,7 +628,12 @@ class GPUKVPool(KVPoolProtocol):
         return self._clock()
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks)."""
+        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1. O(number of blocks).
+
+        Of the runs of `run_length` that the free blocks would make in one piece, those that they do not make;
+        with fewer free blocks of the largest power of two that they allow. An unfragmented pool has 0 at any
+        fill. What U(k) says of any k: `block_pool.get_unusable_share(k)`.
+        """
         with self.lock:
             return self.block_pool.get_fragmentation_rate(self.run_length)
 
@@ -765,6 +827,22 @@ class GPUKVPool(KVPoolProtocol):
         target_device_id = as_int("target_device_id", target_device_id)
         return self._routes.migrate(as_ints("block_ids", block_ids), target_device_id)
 
+    def migrate_sequence(self, sequence_id: int, target_device_id: int) -> list[int]:
+        """Move a sequence with all its blocks to a connected pool, or node, under the same id.
+
+        Blocks that it shares stay with the other sequences as well. Returns and raises as `migrate_blocks`.
+
+        Raises:
+            UnknownSequenceError: it holds nothing.
+            InvalidArgumentError: the target has a sequence of this id. In both cases nothing has changed.
+        """
+        sequence_id = as_sequence_id("sequence_id", sequence_id)
+        return self._routes.migrate_sequence(sequence_id, as_int("target_device_id", target_device_id))
+
+    def count_free_elsewhere(self) -> dict[int, int]:
+        """Return how many blocks each connected pool has free, its reserve deducted, by device id."""
+        return self._routes.count_free()
+
     def try_migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> MigrationResult:
         """As `migrate_blocks`, with any `KVPoolError` but InvalidTypeError as a result instead of raised."""
         started = self._clock()
@@ -838,6 +916,9 @@ class GPUKVPool(KVPoolProtocol):
         if self._migration_hook is None:
             with self.lock:
                 return self._allocate_locked(request)
+        if self.offload_threshold:
+            request = as_request(request)
+            self._offload_early(request, request.num_blocks)
         try:
             with self.lock:
                 return self._allocate_locked(request)
@@ -849,6 +930,15 @@ class GPUKVPool(KVPoolProtocol):
         self._migration_hook(request, max(0, num_missing))
         with self.lock:
             return self._allocate_locked(request, ["the migration hook"])
+
+    def _offload_early(self, request: BlockAllocationRequest, num_blocks: int) -> None:
+        """Call the migration hook if `num_blocks` more in use leave fewer free than the threshold.
+
+        The pool is not locked.
+        """
+        num_missing = num_blocks + self.offload_threshold - self.get_free_blocks()
+        if num_missing > 0 and num_blocks <= self.total_blocks and self._migration_hook is not None:
+            self._migration_hook(request, num_missing)
 
     def _allocate_all(
         self,
@@ -894,7 +984,12 @@ class GPUKVPool(KVPoolProtocol):
             self._recover_late()
         try:
             sequence = self._holders.get(sequence_id)
-            after = None if sequence is None else next(reversed(sequence.blocks))
+            if sequence is None:
+                after = None
+                if self._evictions:
+                    self._evictions.begin(sequence_id)
+            else:
+                after = next(reversed(sequence.blocks))
             taken = self.holdings.arriving
             if self.holdings.retention is not None:
                 self.holdings.retention.expire()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from kv_pool.adapter.evictions import Evictions
 from kv_pool.adapter.pins import Pins
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
@@ -40,6 +41,7 @@ class Holdings:
         holders: by sequence id, in the order of last access, longest ago first. None is without blocks.
         first_holders: by block the sequence that has held it longest.
         later_holders: by block the others, in the order in which they came; no block has none.
+        evictions: sequences that were evicted; none of them is in `holders`.
         retention: which cached blocks are kept longer than others; None before the first of them.
         barred: sequences that may not be changed, freed, shared or pinned until a migration is over, and why.
             Only a `PoolSite` changes it.
@@ -62,6 +64,7 @@ class Holdings:
         self.first_holders: dict[KVCacheBlock, Holder] = {}
         self.later_holders: dict[KVCacheBlock, list[Holder]] = {}
         self.barred: dict[int, str] = {}
+        self.evictions = Evictions()
         # What an interrupted call leaves for `recover`: references that are counted and in no sequence for
         # good, the sequence that they are for; references to give back, and who held them.
         self.arriving: list[KVCacheBlock] = []
@@ -86,8 +89,11 @@ class Holdings:
                     else:
                         later_holders[block] = [holder]
                     del added[block]
-        first_holders.update(added)
-        holder.blocks.update(dict.fromkeys(blocks))
+        first_holders |= added
+        if holder.blocks:
+            holder.blocks |= dict.fromkeys(blocks)
+        else:
+            holder.blocks = dict.fromkeys(blocks)
         self.note_access(holder)
 
     def hold_arrived(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
@@ -97,6 +103,7 @@ class Holdings:
         """
         for block in blocks:
             self._part(holder, block)
+        self.evictions.forget(holder.sequence_id)
         self.hold(holder, blocks)
         self.settle()
 
@@ -210,6 +217,9 @@ class Holdings:
             for block in blocks:
                 self._part(holder, block)
         self._drops = {}
+        for sequence_id in self.evictions.list_sequences():
+            if sequence_id in self.holders:
+                self.evictions.forget(sequence_id)
 
     def _part(self, holder: Holder, block: KVCacheBlock) -> None:
         """Let a sequence hold a block no longer, however much of that is done already."""
@@ -237,13 +247,16 @@ class Holdings:
             )
 
     def find(self, sequence_id: int) -> Holder:
-        """The sequence. Raises UnknownSequenceError where it holds nothing."""
+        """The sequence. Raises UnknownSequenceError where it holds nothing; EvictedSequenceError says why."""
         if type(sequence_id) is not int:
             sequence_id = as_int("sequence_id", sequence_id)
         holder = self.holders.get(sequence_id)
         if holder is None:
+            if sequence_id in self.evictions:
+                raise self.evictions.make_error(sequence_id)
             raise UnknownSequenceError(
-                f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Evicted?"
+                f"sequence {sequence_id!r} holds no blocks on device {self._device_id}. Freed twice? Moved "
+                f"to another device?"
             )
         return holder
 
@@ -290,9 +303,16 @@ class Holdings:
 
         Raises:
             InvalidBlockError: a block is listed twice, or not held by that sequence, or by none.
+            EvictedSequenceError: the named sequence was evicted; without a name, one of the blocks was held
+                by a sequence that was evicted without its owner's knowledge.
             FrozenSequenceError: a migration has one of the sequences.
         """
         listed = as_list("block_ids", block_ids)
+        if self.evictions:
+            if sequence_id is None:
+                self.evictions.check_ids(listed)
+            else:
+                self.find(sequence_id)
         blocks = self.find_held(listed)
         if len(set(listed)) != len(listed):
             twice = next(block_id for at, block_id in enumerate(listed) if block_id in listed[:at])

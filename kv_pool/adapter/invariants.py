@@ -8,6 +8,7 @@
         `max_pinned_blocks`
     A6  total_blocks + 1 == block_pool.num_gpu_blocks, and a storage has at least as many
     A7  no references wait to be booked or given back
+    A8  no evicted sequence is in `holders`
 
 They hold whenever no method of the pool is running. Never compiled: for tests, and for changes here.
 """
@@ -23,7 +24,7 @@ from kv_pool.errors import CorruptedPoolError
 
 
 def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
-    """Verify the invariants of the block pool and A1 to A7. O(number of blocks). Raises CorruptedPoolError.
+    """Verify the invariants of the block pool and A1 to A8. O(number of blocks). Raises CorruptedPoolError.
 
     Args:
         others: the blocks that something besides sequences and holds has referenced, once for each reference,
@@ -37,7 +38,7 @@ def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:
 
 
 def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
-    """A1, A2, A3 and A7. Returns the sequences that hold each block."""
+    """A1, A2, A3, A7 and A8. Returns the sequences that hold each block."""
     holdings = pool.holdings
     found: dict[KVCacheBlock, list[Holder]] = {}
     for sequence_id, holder in holdings.holders.items():
@@ -49,6 +50,9 @@ def _check_sequences(pool: GPUKVPool) -> dict[KVCacheBlock, list[Holder]]:
             found.setdefault(block, []).append(holder)
             if block.is_null or block.ref_cnt < 1 or pool.block_pool.blocks[block.block_id] is not block:
                 raise CorruptedPoolError(f"A3: sequence {sequence_id} holds {block!r}")
+    for sequence_id in holdings.evictions.list_sequences():
+        if sequence_id in holdings.holders:
+            raise CorruptedPoolError(f"A8: sequence {sequence_id} was evicted and holds blocks")
     for block in {*found, *holdings.first_holders, *holdings.later_holders}:
         booked = [*holdings.later_holders.get(block, ())]
         if block in holdings.later_holders and not booked:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from kv_pool.adapter.pool_sequences import PoolSequences, SitePool
 from kv_pool.errors import InvalidArgumentError, UnknownDeviceError
 from kv_pool.ids import BlockMove
+from kv_pool.protocol import NORMAL
 
 if TYPE_CHECKING:
     from kv_pool.migration.migrator import Migrator
     from kv_pool.migration.pool_site import PoolSite
+    from kv_pool.migration.subjects import Subject
 
 
 class MigrationRoutes:
@@ -50,21 +52,36 @@ class MigrationRoutes:
             self._refuse(device_id)
         return self._nodes[device_id][1]
 
+    def count_free(self) -> dict[int, int]:
+        """See `GPUKVPool.count_free_elsewhere`."""
+        return {device_id: peer._pool.count_available(NORMAL) for device_id, peer in self._peers.items()}
+
+    def migrate_sequence(self, sequence_id: int, device_id: int) -> list[int]:
+        """See `GPUKVPool.migrate_sequence`."""
+        from kv_pool.migration.subjects import SequenceSubject
+
+        if device_id in self._peers:
+            return self._move_to_peer(SequenceSubject(sequence_id), self._peers[device_id])
+        self.get_node(device_id)
+        migrator, name = self._nodes[device_id]
+        return migrator.migrate(SequenceSubject(sequence_id), name).wait()
+
+    def _move_to_peer(self, subject: Subject, peer: MigrationRoutes) -> list[int]:
+        # Always in this order.
+        with ExitStack() as locks:
+            for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
+                locks.enter_context(pool.lock)
+            return move_subject(self.find_site(), peer.find_site(), subject, f"device {peer._pool.device_id}")
+
     def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
         """See `GPUKVPool.migrate_blocks`."""
-        peer = self._peers.get(device_id)
-        if peer is not None:
-            # Always in this order.
-            with ExitStack() as locks:
-                for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
-                    locks.enter_context(pool.lock)
-                return move_blocks(
-                    self.find_site(), peer.find_site(), block_ids, f"device {peer._pool.device_id}"
-                )
-        if device_id not in self._nodes:
-            self._refuse(device_id)
         from kv_pool.migration.subjects import BlocksSubject
 
+        peer = self._peers.get(device_id)
+        if peer is not None:
+            return self._move_to_peer(BlocksSubject(tuple(block_ids)), peer)
+        if device_id not in self._nodes:
+            self._refuse(device_id)
         if not block_ids:
             return []
         migrator, name = self._nodes[device_id]
@@ -88,14 +105,11 @@ class MigrationRoutes:
         )
 
 
-def move_blocks(source: PoolSite, target: PoolSite, block_ids: Sequence[int], target_name: str) -> list[int]:
-    """Move blocks between two pools of this process in one step, with both locks held.
+def move_subject(source: PoolSite, target: PoolSite, subject: Subject, target_name: str) -> list[int]:
+    """Move blocks, or a sequence, between two pools of this process in one step, with both locks held.
 
     Returns and raises as `GPUKVPool.migrate_blocks`.
     """
-    from kv_pool.migration.subjects import BlocksSubject
-
-    subject = BlocksSubject(tuple(block_ids))
     selection = source.select(subject, for_move=True)
     room = target.take_room(subject, selection.offered, selection.state)
     new_ids = [block.block_id for block in room.blocks]

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kv_pool.adapter.holdings import Holder, Holdings
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.protocol import NO_SEQUENCE, Eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class EvictionPolicy(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class LRUEviction:
     """Lower priority goes first; of equal ones what was not accessed for the longest time."""
 
@@ -51,7 +53,8 @@ class Victims:
 
     Args:
         policy: None for the LRU policy; then only `GPUKVPool.evict` evicts.
-        on_evicted: called with a sequence's id and its block ids before it loses them.
+        on_evicted: called with a sequence's id and its block ids before it loses them. Without it
+            `Holdings.evictions` keeps what its owner has to learn.
 
     Attributes:
         has_policy: a policy was given.
@@ -118,12 +121,23 @@ class Victims:
                 return victims
         return None
 
-    def evict(self, victims: Sequence[Holder]) -> list[int]:
-        """Take all their blocks from these sequences, one after the other; their ids."""
+    def evict(self, victims: Sequence[Holder], for_sequence_id: int = NO_SEQUENCE) -> list[int]:
+        """Take all their blocks from these sequences, one after the other.
+
+        Args:
+            for_sequence_id: the sequence that needs room; NO_SEQUENCE: the caller notifies the owners.
+        Returns:
+            Their ids.
+        """
         for holder in victims:
+            block_ids = [block.block_id for block in holder.blocks]
             if self._on_evicted is not None:
-                self._on_evicted(holder.sequence_id, [block.block_id for block in holder.blocks])
+                self._on_evicted(holder.sequence_id, block_ids)
             blocks = list(holder.blocks)
+            self._holdings.evictions.note(
+                Eviction(holder.sequence_id, tuple(block_ids), for_sequence_id),
+                is_told=self._on_evicted is not None or for_sequence_id == NO_SEQUENCE,
+            )
             self._holdings.drop(blocks, {holder: blocks})
             self.num_evicted += 1
         return [holder.sequence_id for holder in victims]

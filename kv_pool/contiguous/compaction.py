@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.block_copying import BlockCopying, CopyBlocks
+from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_int, check_number
@@ -231,6 +232,7 @@ def compact(
 ) -> int:
     """`gather` to a goal, or `pack` without one. Nothing is evicted by default, in a full cache either.
 
+    With fewer free blocks than `run_length` it gathers the runs that the fragmentation rate is about then.
     Returns:
         How many blocks changed their id.
     Raises:
@@ -253,7 +255,7 @@ def compact(
     relocation = gather(
         pool,
         copy,
-        run_length=run_length,
+        run_length=find_run_length(pool.get_num_free_blocks(), run_length),
         goal=goal,
         max_moves=max_moves,
         max_evictions=max_evictions,

@@ -16,7 +16,7 @@ class Defragmentable(Protocol):
         """Move blocks, `max_moves` at most, until the rate is `goal`; how many, 0 when nothing is left."""
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run, 0 to 1."""
+        """Share of the possible runs of free blocks that is lost to scattering, 0 to 1."""
 
 
 class Defragmenter:
@@ -65,6 +65,9 @@ class Defragmenter:
         max_evictions: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Plans are made in NumPy: its first import takes 100 ms, too long for a step.
+        import numpy  # noqa: F401
+
         goal = threshold / 2 if goal is None else goal
         if not 0 <= goal <= threshold <= 1:
             raise InvalidArgumentError(

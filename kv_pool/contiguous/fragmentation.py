@@ -19,6 +19,35 @@ def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
     return 1.0 - run_length * sum(length // run_length for length in run_lengths) / num_free
 
 
+def get_fragmentation_rate(run_lengths: Sequence[int], run_length: int) -> float:
+    """1 - sum(floor(r / k)) / floor(F / k): the share of possible runs that is lost to scattering, 0 to 1.
+
+    k is `find_run_length(F, run_length)`. One piece of F free blocks makes floor(F / k) runs, so the rate is
+    0 where all free blocks are consecutive, however few they are and whatever their remainder by k. It is
+    at most U(k). A run counts wherever it starts: ids begin at 1, so that the only run of 16 of a pool of 16
+    blocks starts at no multiple of 16.
+
+    0 when nothing is free.
+    Raises:
+        InvalidArgumentError: `run_length` is below 1.
+    """
+    num_free = sum(run_lengths)
+    k = find_run_length(num_free, run_length)
+    if not num_free:
+        return 0.0
+    return 1.0 - sum(length // k for length in run_lengths) / (num_free // k)
+
+
+def find_run_length(num_free: int, run_length: int) -> int:
+    """Return `run_length`, or the largest power of two that fewer free blocks allow; 1 where none is free.
+
+    Raises:
+        InvalidArgumentError: `run_length` is below 1.
+    """
+    _check(run_length)
+    return run_length if num_free >= run_length else 1 << max(0, num_free.bit_length() - 1)
+
+
 def get_largest_run_loss(run_lengths: Sequence[int]) -> float:
     """1 - max(r) / F: the share of free blocks outside the largest run, 0 to 1.
 

@@ -168,7 +168,7 @@ def plan_gather(
 
     if run_length < 1:
         raise InvalidArgumentError(f"run_length is {run_length}; a run has at least 1 block")
-    if pool.get_fragmentation_rate(run_length) <= goal:
+    if pool.get_unusable_share(run_length) <= goal:
         return []
     blocks = _Map(pool)
     num_windows = -(-len(blocks.free) // run_length)

@@ -249,7 +249,16 @@ class RunPoolCore(RunPoolState):
     # ---- looking ---------------------------------------------------------------------------------
 
     def get_fragmentation_rate(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
-        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks)."""
+        """Share of the possible runs that is lost to scattering, 0 to 1. O(number of blocks).
+
+        Of runs of `run_length`, or of what fewer free blocks allow, see `fragmentation`.
+        """
+        if not isinstance(run_length, int):
+            run_length = as_int("run_length", run_length)
+        return fragmentation.get_fragmentation_rate(self.list_free_runs(), run_length)
+
+    def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
+        """U(run_length): share of the free blocks that cannot serve a run of it, 0 to 1. O(all blocks)."""
         if not isinstance(run_length, int):
             run_length = as_int("run_length", run_length)
         return fragmentation.get_unusable_share(self.list_free_runs(), run_length)

@@ -70,6 +70,9 @@ class ControlledManager:
         run_length: int = DEFAULT_RUN_LENGTH,
         device_id: int = 0,
     ) -> None:
+        # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
+        import numpy  # noqa: F401
+
         check_type("manager", manager, KVCacheManager)
         self.manager = manager
         self.block_pool: BlockPoolCore = manager.block_pool
@@ -135,8 +138,28 @@ class ControlledManager:
                     reports.append(self._report(request_id, 0, 0))
             return SequenceList(reports)
 
+    def get_free_blocks(self) -> int:
+        """Return how many blocks are free, cached ones included."""
+        with self.lock:
+            return self.manager.get_num_free_blocks()
+
+    def list_victims(self, num_blocks: int) -> list[str]:
+        """Return the requests that go first for `num_blocks` more: those admitted last, the last one first.
+
+        All that may go where they would not suffice. Requests that a migration or a swap has stay.
+        """
+        num_blocks = as_int("num_blocks", num_blocks)
+        victims: list[str] = []
+        for report in reversed(self.describe_sequences().sequences):
+            if num_blocks <= 0:
+                break
+            if report.num_blocks and not report.is_migrating:
+                victims.append(str(report.sequence_id))
+                num_blocks -= report.num_blocks
+        return victims
+
     def get_fragmentation_rate(self) -> float:
-        """Return the share of the free blocks that cannot serve a run of `run_length`, 0 to 1."""
+        """Return the share of the possible runs of `run_length` that is lost to scattering, 0 to 1."""
         with self.lock:
             return read_fragmentation_rate(self.block_pool, self.run_length)
 

@@ -37,7 +37,7 @@ class ControlledPool(Protocol):
         """The sequences, or requests, that hold blocks."""
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1."""
+        """Share of the possible runs of `run_length` that is lost to scattering, 0 to 1."""
 
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.victims import LRUEviction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.serve_settings import ServeSettings
@@ -86,7 +85,6 @@ class PoolEngine:
             settings.block_size,
             storage=storage,
             run_length=settings.run_length,
-            eviction_policy=LRUEviction(),
             on_evicted=lambda sequence_id, block_ids: on_evicted(str(sequence_id)),
             enable_kv_cache_events=enable_events,
         )

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.adapter.offload_hook import OffloadHook
 from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.node_reports import MigrationList, PeerList, PeerReport
@@ -35,10 +37,11 @@ from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
 from kv_pool.replay.capacity import parse_rate
-from kv_pool.threads import submit
+from kv_pool.threads import start_thread, submit
 
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _ASK_TIMEOUT_S = 2.0
+_SECONDS_BETWEEN_OFFLOADS = 0.1
 _MAX_ASKED_AT_ONCE = 16
 _SHOWN_IDS = 10
 
@@ -56,7 +59,8 @@ class LiveNode:
         owner: the engine over the pool, see `SequenceOwner`; None for none.
 
     Attributes:
-        migrator, topology: what it is made of.
+        migrator, topology, offload_hook: what it is made of. With an `offload_threshold` a thread calls the
+            hook's `keep_free`.
     Raises:
         InvalidArgumentError: settings that can not be meant, or no secret.
     """
@@ -103,14 +107,23 @@ class LiveNode:
             is_address = ":" in settings.registry
             address = settings.registry if is_address else peers.get_address(settings.registry)
             self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, settings.name))
+        self._offload_threshold = settings.offload_threshold
+        self.offload_hook = OffloadHook(self.topology, ask_timeout_s=_ASK_TIMEOUT_S)
+        self.offload_hook.use(pool, self.migrator)
+        self._stopping = threading.Event()
+        self._offloading: threading.Thread | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "LiveNode":
         with ExitStack() as stack:
+            stack.callback(self._join)  # last: the migrator cancels what the thread waits for
             node = stack.enter_context(self.migrator)
             self._registry.keep(KnownNode(node.name, node.address, node.location))
             if self._announcer is not None:
                 stack.enter_context(self._announcer)
+            if self._offload_threshold:
+                self._offloading = start_thread(f"kv_pool {node.name} offloads", self._offload)
+                stack.callback(self._stopping.set)
             self._stack = stack.pop_all()
         return self
 
@@ -189,6 +202,16 @@ class LiveNode:
             asked = [submit(executor, "kv_pool peers", self._report, node) for node in known]
             reports = [one.result() for one in asked]
         return PeerList(self.migrator.name, self.migrator.address, reports)
+
+    def _join(self) -> None:
+        if self._offloading is not None:
+            self._offloading.join()
+
+    def _offload(self) -> None:
+        while not self._stopping.wait(_SECONDS_BETWEEN_OFFLOADS):
+            if self.pool.get_free_blocks() < self._offload_threshold:
+                self._learn_peers()
+                self.offload_hook.keep_free(self._offload_threshold)
 
     def _report(self, known: KnownNode) -> PeerReport:
         started = self._clock()

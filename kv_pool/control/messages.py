@@ -132,9 +132,8 @@ class DefragReport(msgspec.Struct, frozen=True):
     Attributes:
         moved_blocks: how many changed their id.
         time_ms: what it took, waiting for the pool included.
-        fragmentation_rate_before, fragmentation_rate_after: share of the free blocks that cannot serve a run
-            of `run_length`, 0 to 1; of the moments before and after, in between which others may have taken
-            and given back blocks.
+        fragmentation_rate_before, fragmentation_rate_after: `PoolStatistics.fragmentation_rate` of the
+            moments before and after, in between which others may have taken and given back blocks.
     """
 
     moved_blocks: int

@@ -117,6 +117,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             panel=_NODES,
         ),
     ] = None
+    offload_threshold: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Option(
+            "Move sequences to nodes with room while fewer blocks than this are free; 0 for never.",
+            metavar="BLOCKS",
+            panel=_NODES,
+        ),
+    ] = 0
     network: str = ""
     rack: str = ""
     host: str = ""
@@ -176,7 +185,7 @@ def check_is_node(settings: ServeSettings) -> None:
     """Raise InvalidArgumentError where something is said of a node that has no name."""
     if settings.name is None:
         defaults = ServeSettings()
-        for key in ("listen", "peer", "nodes", "registry", "secret_file", "max_rate"):
+        for key in ("listen", "peer", "nodes", "registry", "secret_file", "max_rate", "offload_threshold"):
             if getattr(settings, key) != getattr(defaults, key):
                 raise InvalidArgumentError(f"{key} is about a node, and a node has a name; give name, too")
 

@@ -235,6 +235,11 @@ class Migrator:
         self._links.connect(peer.name, peer.answer)
         peer._links.connect(self.name, self.answer)
 
+    def list_node_names(self) -> list[str]:
+        """Return the names of the other nodes that this one knows: connected in this process, and peers."""
+        names = [*self._links.list_local(), *(node.name for node in self.peers.list_nodes())]
+        return [name for name in dict.fromkeys(names) if name != self.name]
+
     def describe(self) -> NodeDescription:
         """This node, its pool, and the ways to read from it."""
         with self.site.lock:

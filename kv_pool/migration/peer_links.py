@@ -45,6 +45,11 @@ class PeerLinks:
         with self._lock:
             self._local[name] = LocalCalls(answer, self._name)
 
+    def list_local(self) -> list[str]:
+        """Return the names of the nodes of this process that were connected."""
+        with self._lock:
+            return list(self._local)
+
     def learn_address(self, name: str, address: str) -> None:
         """A node has said where it listens; a list of peers knows better."""
         if address:

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
-from kv_pool.contiguous.fragmentation import get_unusable_share
+from kv_pool.contiguous.fragmentation import get_fragmentation_rate
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.reports.block_states import BlockState, list_free_runs, read_states
@@ -59,8 +59,8 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
     @property
     def fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1."""
-        return get_unusable_share(self.list_free_runs(), self.run_length)
+        """As `PoolStatistics.fragmentation_rate`."""
+        return get_fragmentation_rate(self.list_free_runs(), self.run_length)
 
     def list_free_runs(self) -> list[int]:
         """The lengths of the maximal runs of free blocks, by id. O(number of blocks)."""

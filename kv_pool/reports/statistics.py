@@ -2,7 +2,11 @@
 
 import msgspec
 
-from kv_pool.contiguous.fragmentation import get_largest_run_loss, get_unusable_share
+from kv_pool.contiguous.fragmentation import (
+    get_fragmentation_rate,
+    get_largest_run_loss,
+    get_unusable_share,
+)
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.metrics.latency import CallLatency
 from kv_pool.reports.block_states import BlockState, count_states, list_free_runs, read_states
@@ -22,7 +26,10 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
         cached_free_blocks: free blocks that can still be hit, or whose reuse is waited for.
         fixed_blocks: in use, and held where they are: pinned, or by a transfer or an open plan.
         utilization: share of the blocks that is in use, 0 to 1.
-        fragmentation_rate: share of the free blocks that cannot serve a run of `run_length`, 0 to 1.
+        fragmentation_rate: share of the possible runs that is lost to scattering, 0 to 1: of runs of
+            `run_length`, or of the largest power of two that fewer free blocks allow. 0 if they are in one
+            piece.
+        unusable_share: U(run_length), share of the free blocks that cannot serve a run of it, 0 to 1.
         largest_run_loss: share of the free blocks outside the largest free run, 0 to 1; harsh.
         epoch: how many times ids have been exchanged.
         evicted_blocks: how many cached blocks can no longer be hit, so far.
@@ -45,6 +52,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     utilization: float
     fragmentation_rate: float
+    unusable_share: float
     run_length: int
     largest_free_run: int
     largest_run_loss: float
@@ -78,7 +86,8 @@ def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) ->
         fixed_blocks=counts[BlockState.PINNED],
         block_size=block_size,
         utilization=used_blocks / total_blocks if total_blocks else 0.0,
-        fragmentation_rate=get_unusable_share(run_lengths, run_length),
+        fragmentation_rate=get_fragmentation_rate(run_lengths, run_length),
+        unusable_share=get_unusable_share(run_lengths, run_length),
         run_length=run_length,
         largest_free_run=max(run_lengths, default=0),
         largest_run_loss=get_largest_run_loss(run_lengths),
@@ -89,5 +98,5 @@ def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) ->
 
 
 def read_fragmentation_rate(pool: BlockPoolCore, run_length: int) -> float:
-    """Return the share of the free blocks that cannot serve a run, 0 to 1. O(number of blocks)."""
-    return get_unusable_share(list_free_runs(read_states(pool)), run_length)
+    """Return `PoolStatistics.fragmentation_rate` alone. O(number of blocks)."""
+    return get_fragmentation_rate(list_free_runs(read_states(pool)), run_length)

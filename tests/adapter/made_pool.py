@@ -22,8 +22,9 @@ class CountingClock:
 
 
 def make(total_blocks=10, **options):
-    """A pool that takes the lowest empty ids, unless another placement is asked for."""
-    return GPUKVPool(total_blocks, 4, **{"clock": CountingClock(), "placement": "oldest", **options})
+    """A pool that takes the lowest empty ids and evicts no sequence, unless the options say otherwise."""
+    defaults = {"clock": CountingClock(), "placement": "oldest", "eviction_policy": None}
+    return GPUKVPool(total_blocks, 4, **{**defaults, **options})
 
 
 def take(pool, sequence_id, num_blocks, **options):

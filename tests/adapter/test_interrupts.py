@@ -162,8 +162,8 @@ def test_signals_at_random_times_leak_no_block(seed):
     def step():
         name = rng.choice(["take", "take", "free", "fork", "pin", "defragment"])
         sequence_id = rng.choice(sequence_ids)
-        held = pool.blocks_of(sequence_id)
         try:
+            held = pool.blocks_of(sequence_id)
             if name == "take":
                 take(pool, sequence_id, rng.randint(1, 4), pinned=rng.random() < 0.2)
             elif name == "free":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_pool import BlockAllocationRequest, CorruptedPoolError, GPUKVPool
+from kv_pool import BlockAllocationRequest, CorruptedPoolError, Eviction, GPUKVPool
 from kv_pool.adapter.holdings import Holder
 from kv_pool.adapter.invariants import check
 
@@ -58,6 +58,10 @@ def leave_a_reference_unbooked(pool):
     pool.holdings.arriving = [pool.block_pool.blocks[1]]
 
 
+def hold_blocks_after_an_eviction(pool):
+    pool.holdings.evictions.note(Eviction(1, (1, 2)), is_told=True)
+
+
 def book_under_another_id(pool):
     pool.holdings.holders[3] = Holder(4, 0, 0.0)
 
@@ -75,6 +79,7 @@ def book_under_another_id(pool):
         (pin_a_free_block, "A5"),
         (miscount_the_blocks, "A6"),
         (leave_a_reference_unbooked, "A7"),
+        (hold_blocks_after_an_eviction, "A8"),
     ],
 )
 def test_damage_is_named_by_its_number(damage, number):

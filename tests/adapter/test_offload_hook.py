@@ -2,9 +2,9 @@
 
 import pytest
 from adapter.made_nodes import running_nodes, take_all
-from adapter.made_pool import check, draw, read, take
+from adapter.made_pool import CountingClock, check, draw, make, make_storage, read, take
 
-from kv_pool import PoolExhaustedError
+from kv_pool import BlockAllocationRequest, InvalidArgumentError, LRUEviction, PoolExhaustedError
 from kv_pool.adapter.offload_hook import OffloadHook
 from kv_pool.migration.messages import NodeLocation
 from kv_pool.migration.topology import Link, Nearness, Topology
@@ -66,3 +66,107 @@ def test_sequences_of_higher_priority_stay():
         with pytest.raises(PoolExhaustedError):
             take(here, 4, 4)
         assert 1 in here.list_sequences()
+
+
+# ---- by threshold --------------------------------------------------------------------------------
+
+
+def test_sequences_move_before_a_request_leaves_fewer_free_than_the_threshold():
+    moved = []
+    hook = OffloadHook(on_offloaded=lambda sequence_id, target: moved.append((sequence_id, target)))
+    options = {"migration_hook": hook, "offload_threshold": 3, "eviction_policy": LRUEviction()}
+    with running_nodes(10, 10, **options) as (a, b):
+        here, there = a.site.sequences.gpu_pool, b.site.sequences.gpu_pool
+        hook.use(here, a)
+        take_all(here, 3, 4)
+        assert moved == []
+        take(here, 3, 1)
+        assert moved == [(1, "b")]
+        assert (here.get_free_blocks(), read(there, 1)) == (5, [16, 17, 18])
+        here.allocate_many([BlockAllocationRequest(2, 4), BlockAllocationRequest(1, 5)])
+        assert moved == [(1, "b"), (2, "b")]
+        assert here.take_evictions() == []
+        check(here)
+        check(there)
+
+
+def test_two_full_pools_do_not_send_each_other_their_sequences():
+    clock = CountingClock()
+    hook = OffloadHook(clock=clock, retry_s=10.0)
+    options = {"migration_hook": hook, "offload_threshold": 4, "eviction_policy": LRUEviction()}
+    with running_nodes(10, 6, **options) as (a, b):
+        here = a.site.sequences.gpu_pool
+        hook.use(here, a)
+        take_all(here, 3, 3)
+        asked = []
+        ask, a.ask = a.ask, lambda *arguments: asked.append(clock.now) or ask(*arguments)
+        for sequence_id in (3, 4):  # b would keep 3 of its 6 blocks free, not 4
+            take(here, sequence_id, 1)
+        assert here.list_sequences() == [1, 2, 3, 4]
+        assert len(asked) == 1, "the hook asked again at once"
+        clock.now += 10
+        take(here, 5, 1)
+        assert len(asked) == 2
+        take(here, 6, 2)
+        assert here.take_evictions() == [], "evicted while b had room"
+        take(here, 7, 5)
+        take(here, 8, 3)
+        assert b.site.sequences.gpu_pool.list_sequences() == [1, 2]
+        assert [eviction.sequence_id for eviction in here.take_evictions()] == [3, 4, 5]
+
+
+def test_between_two_steps_an_engine_keeps_blocks_free():
+    hook = OffloadHook()
+    with running_nodes(10, 10) as (a, b):
+        here, there = a.site.sequences.gpu_pool, b.site.sequences.gpu_pool
+        assert hook.keep_free(5) == 0
+        hook.use(here, a)
+        take_all(here, 2, 3, 3)
+        assert hook.keep_free(2) == 0
+        assert hook.keep_free(5) == 2
+        assert (here.list_sequences(), there.list_sequences()) == ([3], [1, 2])
+        assert hook.keep_free(10) == 0, "the other pool would have no 10 blocks free"
+        check(here)
+        check(there)
+
+
+# ---- in this process -----------------------------------------------------------------------------
+
+
+def test_sequences_move_to_connected_pools_without_nodes_the_emptiest_first():
+    moved = []
+    hook = OffloadHook(on_offloaded=lambda sequence_id, target: moved.append((sequence_id, target)))
+    pool = make(9, storage=make_storage(10), migration_hook=hook)
+    others = [
+        make(size, device_id=number, storage=make_storage(size + 1)) for number, size in ((1, 4), (2, 6))
+    ]
+    for other in others:
+        pool.connect(other)
+    hook.use(pool)
+    take_all(pool, 3, 3, 3)
+    pool.fork(2, 7, 1)
+    take(pool, 4, 8)
+    assert moved == [(1, 2), (2, 1), (3, 2)]
+    assert pool.list_sequences() == [7, 4]
+    assert [read(others[1], 1), read(others[0], 2), read(pool, 7)] == [[16, 17, 18], [32, 33, 34], [32]]
+    assert pool.count_free_elsewhere() == {1: 1, 2: 0}
+    with pytest.raises(PoolExhaustedError, match="Tried: the migration hook"):
+        take(pool, 5, 2)
+    for one in (pool, *others):
+        check(one)
+
+
+def test_nodes_that_were_connected_in_this_process_need_no_names():
+    with running_nodes(4, 4, 4) as (a, b, c):
+        assert [a.list_node_names(), c.list_node_names()] == [["b", "c"], ["a", "b"]]
+        b.peers.add("d", "127.0.0.1:9")
+        b.peers.add("a", "127.0.0.1:9")
+        assert b.list_node_names() == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload_threshold": 2}, {"offload_threshold": -1}, {"offload_threshold": 11}]
+)
+def test_a_threshold_that_cannot_be_kept_is_refused(options):
+    with pytest.raises(InvalidArgumentError, match="offload_threshold is"):
+        make(10, **options)

@@ -1,9 +1,17 @@
 """The formulas, on runs that can be counted by hand."""
 
+import random
+
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.contiguous.fragmentation import get_failure_index, get_largest_run_loss, get_unusable_share
+from kv_pool.contiguous.fragmentation import (
+    find_run_length,
+    get_failure_index,
+    get_fragmentation_rate,
+    get_largest_run_loss,
+    get_unusable_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -12,6 +20,54 @@ from kv_pool.contiguous.fragmentation import get_failure_index, get_largest_run_
 )
 def test_the_unusable_share_is_what_no_run_of_that_length_covers(run_lengths, run_length, share):
     assert get_unusable_share(run_lengths, run_length) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("run_length", [1, 3, 8, 16])
+def test_an_unfragmented_pool_has_rate_0_at_any_fill(run_length):
+    assert [get_fragmentation_rate([num_free], run_length) for num_free in range(1, 100)] == [0.0] * 99
+    assert get_fragmentation_rate([], run_length) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("run_lengths", "run_length", "rate"),
+    [
+        ([15], 16, 0),  # one run of 8 is possible, and is there; U(16) is 1
+        ([5, 5, 5], 16, 1),
+        ([8, 7], 16, 0),
+        ([15, 15, 1], 16, 1),
+        ([17, 15], 16, 0.5),
+        ([1] * 160, 16, 1),
+        ([16, 144, 15, 1], 16, 1 / 11),
+    ],
+)
+def test_the_rate_is_the_share_of_possible_runs_that_are_not_there(run_lengths, run_length, rate):
+    assert get_fragmentation_rate(run_lengths, run_length) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_rate_is_what_a_count_block_by_block_finds(seed):
+    """Runs are counted by walking over the free blocks, and over as many in one piece."""
+
+    def count(picture, length):
+        found = at = 0
+        while at + length <= len(picture):
+            if picture[at : at + length] == "." * length:
+                found, at = found + 1, at + length
+            else:
+                at += 1
+        return found
+
+    draw = random.Random(seed)
+    run_length = draw.randint(1, 20)
+    picture = "".join(draw.choices(".x", (draw.random(), draw.random()), k=draw.randint(1, 200)))
+    num_free = picture.count(".")
+    length = max((k for k in [run_length, 1, 2, 4, 8, 16] if k <= min(run_length, num_free)), default=1)
+    assert find_run_length(num_free, run_length) == length
+    possible = count("." * num_free, length)
+    rate = 1 - count(picture, length) / possible if possible else 0.0
+    runs = [len(run) for run in picture.split("x") if run]
+    assert get_fragmentation_rate(runs, run_length) == pytest.approx(rate)
+    assert 0 <= rate <= get_unusable_share(runs, length) + 1e-12
 
 
 @pytest.mark.parametrize(("run_lengths", "loss"), [([], 0), ([7], 0), ([4, 4], 0.5), ([1, 2, 1], 0.5)])
@@ -27,7 +83,7 @@ def test_the_failure_index_tells_scattered_from_too_few(run_lengths, run_length,
     assert get_failure_index(run_lengths, run_length) == pytest.approx(index)
 
 
-@pytest.mark.parametrize("formula", [get_unusable_share, get_failure_index])
+@pytest.mark.parametrize("formula", [get_unusable_share, get_fragmentation_rate, get_failure_index])
 def test_a_run_without_blocks_is_refused(formula):
     with pytest.raises(InvalidArgumentError, match="run_length is 0"):
         formula([1], 0)

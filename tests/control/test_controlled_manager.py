@@ -71,7 +71,8 @@ def scan(face):
     fixed = set(pool.holds.list_fixed_ids())
     runs = [len(run) for run in "".join(".x"[block.ref_cnt > 0] for block in blocks).split("x") if run]
     num_free = sum(runs)
-    num_served = sum(run // face.run_length for run in runs) * face.run_length
+    length = min(face.run_length, 1 << max(0, num_free.bit_length() - 1))
+    num_runs = sum(run // length for run in runs)
     return {
         "total_blocks": len(blocks),
         "used_blocks": len(blocks) - num_free,
@@ -79,7 +80,7 @@ def scan(face):
         "cached_free_blocks": sum(not block.ref_cnt and block.block_hash is not None for block in blocks),
         "fixed_blocks": sum(block.ref_cnt > 0 and block.block_id in fixed for block in blocks),
         "num_sequences": len(manager.list_request_ids()),
-        "fragmentation_rate": pytest.approx(1 - num_served / num_free if num_free else 0.0),
+        "fragmentation_rate": pytest.approx(1 - num_runs / (num_free // length) if num_free else 0.0),
         "largest_free_run": max(runs, default=0),
         "queued_events": len(pool.kv_event_queue),
     }

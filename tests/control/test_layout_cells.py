@@ -140,7 +140,7 @@ def test_a_share_too_small_for_a_digit_is_not_called_zero():
 def test_a_layout_says_in_words_what_it_shows():
     layout = write_layout("0 #-#-# #-# ... # ....", run_length=4, device_id=2)
     assert describe_pool(layout) == "13 blocks of 16 tokens on device 2"
-    assert describe_use(layout) == "46.2% in use, 53.8% free, fragmentation 42.9% (runs of 4)"
+    assert describe_use(layout) == "46.2% in use, 53.8% free, fragmentation 0.0% (runs of 4)"
     assert describe_runs(layout) == "runs of sequences: 3, 2.0 blocks long on average"
     assert describe_runs(write_layout("0..")) == "no runs of sequences"
     assert describe_cell(make_cells(layout, 100)) == "one cell = one block"

@@ -27,7 +27,7 @@ def get_map(printed):
 def test_without_colours_there_is_a_sign_for_everything():
     assert print_to_string(make_sixteen().get_layout()) == (
         "16 blocks of 4 tokens on device 0\n"
-        "50.0% in use, 50.0% free, fragmentation 62.5% (runs of 3)\n"
+        "50.0% in use, 50.0% free, fragmentation 50.0% (runs of 3)\n"
         "\n"
         " 0 0███▓P█==___▓:█..\n"
         "\n"

@@ -9,6 +9,7 @@ from control.live_checks import check, count_free, list_held, list_ids, make_sit
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
+from kv_pool.adapter.offload_hook import OffloadHook
 from kv_pool.control.live_replay import STEP_S, LiveReplay, find_first_number
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
@@ -105,6 +106,19 @@ def test_a_request_goes_on_where_it_has_come_to(make_pair):
     assert pair.replays["a"].get_progress().num_given_up == 1
     assert pair.replays["b"].get_progress().num_taken_over == 1
     assert count_free(pair.replays["b"]) == 20
+
+
+def test_requests_move_to_the_other_replay_while_too_few_blocks_are_free_and_end_there(make_pair):
+    pair = make_pair([record(20, [1, 2, 3], 50), record(20, [4, 5, 6], 50)])
+    pair.run_for(2)
+    hook = OffloadHook()
+    hook.use(pair.replays["a"].pool, pair.nodes["a"])
+    num_free = count_free(pair.replays["a"])
+    assert hook.keep_free(num_free) == 0
+    assert hook.keep_free(num_free + 1) == 1
+    assert (pair.count("a"), pair.count("b")) == ((1, 0), (1, 0))
+    pair.run_for(4)
+    assert (pair.count("a"), pair.count("b")) == ((0, 1), (0, 1))
 
 
 def test_a_prompt_that_is_being_computed_takes_as_long_as_it_would_have(make_pair):

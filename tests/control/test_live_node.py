@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 from adapter.made_nodes import take_all
-from adapter.made_pool import check, make, make_storage, read
+from adapter.made_pool import check, make, make_storage, read, take
 from made_threads import no_new_threads
 
 from kv_pool import ControlError, InvalidArgumentError, PoolExhaustedError, UnknownSequenceError
@@ -63,6 +63,23 @@ def test_a_sequence_migrates_and_both_tell_of_it(folder):
         wait(client, client.migrate(None, "b", is_move=False))
         assert read(a.pool, 2) == read(b.pool, 2) == [32, 33]
         check(a.pool)
+        check(b.pool)
+
+
+def test_a_node_keeps_blocks_free_by_moving_sequences_away(folder):
+    with (
+        served("a", offload_threshold=4) as (client, a),
+        served("b", registry=a.migrator.address) as (_, b),
+    ):
+        take_all(a.pool, 3, 3)
+        assert a.pool.get_free_blocks() == 4
+        assert client.list_migrations().migrations == []
+        take(a.pool, 3, 1)
+        while not (migrations := client.list_migrations().migrations):
+            pass
+        status = wait(client, migrations[0])
+        assert (status.phase, status.peer) == (MigrationPhase.DONE, "b")
+        assert (a.pool.list_sequences(), read(b.pool, 1)) == ([2, 3], [16, 17, 18])
         check(b.pool)
 
 

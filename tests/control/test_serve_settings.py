@@ -54,6 +54,7 @@ def test_every_option_can_be_in_the_file(config):
         registry = "b"
         secret_file = "secret"
         max_rate = "1MB/s"
+        offload_threshold = 12
         network = "n1"
         rack = "r1"
         host = "h1"
@@ -87,6 +88,7 @@ def test_every_option_can_be_in_the_file(config):
         registry="b",
         secret_file="secret",
         max_rate="1MB/s",
+        offload_threshold=12,
         network="n1",
         rack="r1",
         host="h1",

@@ -20,6 +20,8 @@ def scan(pool):
     is_free = [block.ref_cnt == 0 for block in blocks]
     runs = [len(run) for run in "".join(".x"[not free] for free in is_free).split("x") if run]
     num_free = sum(is_free)
+    length = min(pool.run_length, 1 << max(0, num_free.bit_length() - 1))
+    num_runs = sum(run // length for run in runs)
     num_served = sum(run // pool.run_length for run in runs) * pool.run_length
     infos = [pool.get_block_info(block.block_id) for block in blocks]
     return {
@@ -30,7 +32,8 @@ def scan(pool):
         "pinned_blocks": sum(info.is_pinned for info in infos),
         "num_sequences": len(pool.list_sequences()),
         "utilization": (len(blocks) - num_free) / len(blocks),
-        "fragmentation_rate": pytest.approx(1 - num_served / num_free if num_free else 0.0),
+        "fragmentation_rate": pytest.approx(1 - num_runs / (num_free // length) if num_free else 0.0),
+        "unusable_share": pytest.approx(1 - num_served / num_free if num_free else 0.0),
         "largest_free_run": max(runs, default=0),
         "largest_run_loss": pytest.approx(1 - max(runs) / num_free if num_free else 0.0),
     }
@@ -70,7 +73,11 @@ def test_the_counts_are_those_of_a_full_scan(seed):
 def test_a_new_pool_is_empty_and_has_done_nothing():
     statistics = make(10, reserved_blocks=2).get_statistics()
     assert (statistics.total_blocks, statistics.used_blocks, statistics.free_blocks) == (10, 0, 10)
-    assert (statistics.utilization, statistics.fragmentation_rate) == (0.0, 1.0)
+    assert (statistics.utilization, statistics.fragmentation_rate, statistics.unusable_share) == (
+        0.0,
+        0.0,
+        1.0,
+    )
     assert (statistics.run_length, statistics.largest_free_run, statistics.reserved_blocks) == (16, 10, 2)
     assert (statistics.moved_blocks, statistics.evicted_sequences, statistics.epoch) == (0, 0, 0)
     assert statistics.allocation.num_calls == 0

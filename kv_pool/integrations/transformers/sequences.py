@@ -270,7 +270,7 @@ class PagedSequences:
         return run
 
     def get_fragmentation_rate(self) -> float:
-        """Share of the free blocks that cannot serve a run of `run_length`, 0 to 1. O(number of blocks).
+        """Share of the possible runs of `run_length` that is lost to scattering, 0 to 1. O(number of blocks).
 
         Raises:
             InvalidArgumentError: the pool is no `RunBlockPool`.

@@ -77,7 +77,7 @@ class PoolControl:
         )
 
     def get_fragmentation_rate(self) -> float:
-        """Return the share of the free blocks that cannot serve a run of `run_length`, 0 to 1."""
+        """Return the share of the possible runs of `run_length` that is lost to scattering, 0 to 1."""
         with self.lock:
             return read_fragmentation_rate(self.block_pool, self.run_length)
 
