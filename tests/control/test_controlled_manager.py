@@ -222,6 +222,62 @@ def test_compaction_over_the_socket_moves_requests_with_their_bytes(tmp_path):
     check(engine.pool)
 
 
+def fill_cache(engine, count=8):
+    """Requests of two blocks each; every other one is freed, and stays cached. No block is empty."""
+    for number in range(count):
+        engine.start(f"r{number}", make_prompt(number))
+    for number in range(0, count, 2):
+        engine.finish(f"r{number}")
+
+
+def check_cached(engine, number):
+    """The prompt of a request that has ended is hit, and its blocks have its bytes."""
+    engine.start(f"again {number}", make_prompt(number))
+    assert engine.requests[f"again {number}"].num_computed_tokens > 0
+    engine.check_bytes(f"again {number}")
+
+
+def test_in_a_full_cache_requests_and_cached_blocks_change_places():
+    served = Served(num_blocks=17)
+    engine = served.engine
+    fill_cache(engine)
+    assert set(draw(served.face)) == set("0*#")
+    assert served.face.defragment() == 8
+    assert draw(served.face) == "0########********"
+    assert engine.pool.num_evictions == 0
+    assert served.face.get_statistics().moved_blocks == 8
+    for name in list(engine.requests):
+        engine.check_bytes(name)
+    assert served.face.defragment() == 0
+    for number in range(0, 8, 2):
+        check_cached(engine, number)
+    check(engine.pool)
+
+
+@pytest.mark.slow
+def test_an_interrupted_compaction_of_a_full_cache_loses_no_byte():
+    def make():
+        served = Served(num_blocks=13)
+        fill_cache(served.engine, 6)
+        return served
+
+    def look(served):
+        for name in served.engine.requests:
+            served.engine.check_bytes(name)
+        served.face.defragment()
+        for name in served.engine.requests:
+            served.engine.check_bytes(name)
+        assert served.face.get_statistics().used_blocks == 6
+        check(served.engine.pool)
+        for number in range(0, 6, 2):
+            served.engine.start(f"again {number}", make_prompt(number))
+            served.engine.check_bytes(f"again {number}")
+
+    num_moments, broken = interrupt_everywhere(make, lambda served: served.face.defragment(), look)
+    assert num_moments > 20
+    assert not broken, f"{len(broken)} of {num_moments}: {broken[:3]}"
+
+
 def test_held_blocks_keep_their_ids():
     served = Served(num_blocks=21)
     engine = served.engine
