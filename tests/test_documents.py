@@ -23,7 +23,9 @@ MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
 SHOWN = [
+    "kv_pool.adapter.device_pools",
     "kv_pool.adapter.gpu_kv_pool",
+    "kv_pool.adapter.migration_manager",
     "kv_pool.reports.layout",
     "kv_pool.contiguous.run_pool",
     "kv_pool.core.block_hash",

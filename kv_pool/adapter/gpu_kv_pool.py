@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 import msgspec
 
 from kv_pool.adapter.allocation import Allocation, as_request, check_priority
+from kv_pool.adapter.block_infos import BlockInfos
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
@@ -548,6 +549,11 @@ class GPUKVPool(KVPoolProtocol):
                 sequence_ids=tuple(holder.sequence_id for holder in holders),
             )
 
+    @property
+    def block_info(self) -> BlockInfos:
+        """The blocks that sequences hold: a live mapping from block id to `BlockInfo`."""
+        return BlockInfos(self)
+
     def get_free_blocks(self) -> int:
         """How many blocks are free, the reserve included; cached ones that nobody holds count."""
         self._expire_claims()
@@ -755,6 +761,19 @@ class GPUKVPool(KVPoolProtocol):
         """
         target_device_id = as_int("target_device_id", target_device_id)
         return self._routes.migrate(as_ints("block_ids", block_ids), target_device_id)
+
+    def migrate_sequence(self, sequence_id: int, target_device_id: int) -> tuple[list[int], list[int]]:
+        """Move a sequence to a connected pool, or node: all its blocks, shared ones included.
+
+        Returns:
+            The ids that its blocks had here and those that they have there, in the order of its tokens.
+        Raises:
+            As `migrate_blocks`, and UnknownSequenceError: it holds nothing. Nothing has changed.
+
+        Other sequences keep what they shared with it.
+        """
+        target_device_id = as_int("target_device_id", target_device_id)
+        return self._routes.migrate_sequence(as_sequence_id("sequence_id", sequence_id), target_device_id)
 
     def try_migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> MigrationResult:
         """As `migrate_blocks`, with any `KVPoolError` but InvalidTypeError as a result instead of raised."""

@@ -13,6 +13,7 @@ from kv_pool.ids import BlockMove
 if TYPE_CHECKING:
     from kv_pool.migration.migrator import Migrator
     from kv_pool.migration.pool_site import PoolSite
+    from kv_pool.migration.subjects import Subject
 
 
 class MigrationRoutes:
@@ -52,19 +53,12 @@ class MigrationRoutes:
 
     def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
         """See `GPUKVPool.migrate_blocks`."""
-        peer = self._peers.get(device_id)
-        if peer is not None:
-            # Always in this order.
-            with ExitStack() as locks:
-                for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
-                    locks.enter_context(pool.lock)
-                return move_blocks(
-                    self.find_site(), peer.find_site(), block_ids, f"device {peer._pool.device_id}"
-                )
-        if device_id not in self._nodes:
-            self._refuse(device_id)
         from kv_pool.migration.subjects import BlocksSubject
 
+        if device_id in self._peers:
+            return self._move_to_peer(BlocksSubject(tuple(block_ids)), device_id)[1]
+        if device_id not in self._nodes:
+            self._refuse(device_id)
         if not block_ids:
             return []
         migrator, name = self._nodes[device_id]
@@ -72,6 +66,27 @@ class MigrationRoutes:
             blocks = self._pool.holdings.find_held(block_ids)
             generations = tuple(block.generation for block in blocks)
         return migrator.migrate(BlocksSubject(tuple(block_ids), generations), name).wait()
+
+    def migrate_sequence(self, sequence_id: int, device_id: int) -> tuple[list[int], list[int]]:
+        """See `GPUKVPool.migrate_sequence`."""
+        from kv_pool.migration.subjects import SequenceSubject
+
+        if device_id in self._peers:
+            return self._move_to_peer(SequenceSubject(sequence_id), device_id)
+        if device_id not in self._nodes:
+            self._refuse(device_id)
+        migrator, name = self._nodes[device_id]
+        migration = migrator.migrate(SequenceSubject(sequence_id), name)
+        new_ids = migration.wait()
+        return migration.old_ids, new_ids
+
+    def _move_to_peer(self, subject: Subject, device_id: int) -> tuple[list[int], list[int]]:
+        peer = self._peers[device_id]
+        # Always in this order.
+        with ExitStack() as locks:
+            for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
+                locks.enter_context(pool.lock)
+            return move_subject(self.find_site(), peer.find_site(), subject, f"device {device_id}")
 
     def find_site(self) -> PoolSite:
         """The site through which blocks come and go within this process."""
@@ -88,21 +103,22 @@ class MigrationRoutes:
         )
 
 
-def move_blocks(source: PoolSite, target: PoolSite, block_ids: Sequence[int], target_name: str) -> list[int]:
+def move_subject(
+    source: PoolSite, target: PoolSite, subject: Subject, target_name: str
+) -> tuple[list[int], list[int]]:
     """Move blocks between two pools of this process in one step, with both locks held.
 
-    Returns and raises as `GPUKVPool.migrate_blocks`.
+    Returns:
+        Their ids at the source and at the target.
+    Raises:
+        As `GPUKVPool.migrate_blocks`.
     """
-    from kv_pool.migration.subjects import BlocksSubject
-
-    subject = BlocksSubject(tuple(block_ids))
     selection = source.select(subject, for_move=True)
+    old_ids = [block.block_id for block in selection.blocks]
     room = target.take_room(subject, selection.offered, selection.state)
     new_ids = [block.block_id for block in room.blocks]
     try:
-        moves = [
-            BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
-        ]
+        moves = [BlockMove(old_ids[position], new_ids[position]) for position in room.missing]
         source.storage.copy_to(target.storage, moves)
         # The old ids may be taken on return, by work that is queued elsewhere.
         target.storage.synchronize()
@@ -113,4 +129,4 @@ def move_blocks(source: PoolSite, target: PoolSite, block_ids: Sequence[int], ta
     target.insert(room)
     target.adopt(room)
     source.release(subject, target_name)
-    return new_ids
+    return old_ids, new_ids
