@@ -1,7 +1,7 @@
 """The design of a KV pool by block ids: its protocol, its benchmark, its integrations, call by call.
 
 It contradicts itself once: `allocate` returns ids in the interface and a result with `success` in an
-example. Here `allocate` returns ids or raises, and `try_allocate` returns the result. Its ids run from 0; here
+example. Here `allocate` returns ids or raises, `try_allocate` returns the result. Its ids run from 0; here
 block 0 is the null block, and `DevicePools` counts from 0.
 """
 
