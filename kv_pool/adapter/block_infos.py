@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
+from kv_pool.adapter.holdings import Holdings
 from kv_pool.errors import InvalidBlockError
 from kv_pool.protocol import BlockInfo
 
-if TYPE_CHECKING:
-    from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+
+class HasBlockInfo(Protocol):
+    """What is read of a `GPUKVPool`."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while several of its calls have to be one."""
+
+    @property
+    def holdings(self) -> Holdings:
+        """Which sequences hold which blocks."""
+
+    def get_block_info(self, block_id: int) -> BlockInfo:
+        """What is known of a block."""
 
 
 class BlockInfos(Mapping[int, BlockInfo]):
@@ -19,7 +33,7 @@ class BlockInfos(Mapping[int, BlockInfo]):
     O(blocks in use): ask `blocks_of(sequence_id)` for the blocks of one sequence.
     """
 
-    def __init__(self, pool: GPUKVPool) -> None:
+    def __init__(self, pool: HasBlockInfo) -> None:
         self._pool = pool
 
     def __len__(self) -> int:

@@ -42,8 +42,8 @@ def test_a_batch_of_8_sequences_of_2048_tokens_takes_8_6_gb():
 
 
 def test_blocks_are_as_many_as_70_percent_of_24_gib_hold():
-    """Two bytes an element, 16 tokens a block, K and V of all layers. In the article a block has memory for one
-    layer, which all layers overwrite; here it has room for all of them, as its arithmetic says.
+    """Two bytes an element, 16 tokens a block, K and V of all layers. In the article a block has memory for
+    one layer, which all layers overwrite; here it has room for all of them, as its arithmetic says.
     """
     block_bytes = 2 * 16 * 32 * 32 * 128 * 2
     counted = KVCacheAllocator.count_blocks(24 * 1024**3 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
@@ -336,8 +336,8 @@ def test_two_to_four_times_as_many_sequences_run_at_once_as_with_reserved_maxima
 
 @pytest.mark.parametrize(("name", "ratio"), [("low_rank:0.5", 0.5), ("int8", 0.6)])
 def test_cold_blocks_are_written_in_fewer_bytes_and_read_again(name, ratio):
-    """The article makes one matrix of a block, with as many rows as there are heads, and keeps half of its rank.
-    Here each head is a matrix of tokens and elements.
+    """The article makes one matrix of a block, of as many rows as there are heads, and keeps half of its
+    rank. Here each head is a matrix of tokens and elements.
     """
     storage = KVStorage.allocate(2, 16, num_layers=2, num_kv_heads=4, head_size=64)
     rng = np.random.default_rng(0)
@@ -356,7 +356,7 @@ def test_cold_blocks_are_written_in_fewer_bytes_and_read_again(name, ratio):
 
 
 def test_a_monitor_keeps_a_history_of_states():
-    """The article's fragmentation is the share of free blocks; here it is that of free blocks without a run."""
+    """The article's fragmentation is the share of free blocks; here, of free blocks that serve no run."""
     now = [100.0]
     pool = GPUKVPool(40, 16)
     monitor = AllocationMonitor(pool, max_states=3, clock=lambda: now[0])
