@@ -82,7 +82,8 @@ def _make_parameters(settings_class: type) -> dict[str, inspect.Parameter]:
 
 
 def _make_parameter(name: str, value_type: Any, default: object, option: Option) -> inspect.Parameter:
-    annotation = declare(value_type, option, *[f"--{name.replace('_', '-')}"] * (value_type is bool))
+    flags = option.flags or (f"--{name.replace('_', '-')}",) * (value_type is bool)
+    annotation = declare(value_type, option, *flags)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -10,7 +10,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
-from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.settings import TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import BUNDLED_TRACES
 
@@ -33,14 +33,24 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Option(f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}.", metavar="TRACE", is_argument=True),
     ] = "mooncake_conversation"
-    blocks: Annotated[_Count, Option("Capacity in blocks.")] = 10_000
-    block_size: Annotated[_Count, Option("Tokens per block.")] = 128
+    blocks: Annotated[_Count, Option("Capacity in blocks.", flags=("--blocks", "--kv-pool-size"))] = 10_000
+    block_size: Annotated[_Count, Option("Tokens per block.", flags=("--block-size", "--kv-block-size"))] = (
+        128
+    )
     manager: Annotated[
         bool, Option("Serve a KVCacheManager, as engines with a scheduler have it, not a GPUKVPool.")
     ] = False
     run_length: Annotated[_Count, Option("Fragmentation is about runs of so many blocks.")] = (
         DEFAULT_RUN_LENGTH
     )
+    enable_defragmentation: Annotated[
+        bool,
+        Option(
+            "Compact the pool while it runs. Default: yes.",
+            panel=_DEFRAG,
+            flags=("--enable-defragmentation/--no-defragmentation",),
+        ),
+    ] = True
     defrag_threshold: Annotated[
         float,
         msgspec.Meta(ge=0, le=1),
@@ -109,6 +119,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             panel=_NODES,
         ),
     ] = None
+    backend: Annotated[
+        list[str],
+        Option(
+            "How other nodes read its blocks: tcp, or nixl for RDMA; may be repeated, the preferred one "
+            "first. Default: tcp.",
+            panel=_NODES,
+        ),
+    ] = []
     max_rate: Annotated[
         str | None,
         Option(
@@ -147,6 +165,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     publish_config: Annotated[str | None, PUBLISH_CONFIG] = None
 
     @property
+    def compaction_threshold(self) -> float:
+        """The fragmentation rate above which blocks are moved; 1.0 for never."""
+        return self.defrag_threshold if self.enable_defragmentation else 1.0
+
+    @property
     def has_tiers(self) -> bool:
         """Are there colder homes for blocks?"""
         return bool(self.host_tier) or self.disk_tier is not None
@@ -160,7 +183,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:
     """The settings of a TOML file, overridden by those that are given and not None.
 
-    Keys of the file are the fields of `ServeSettings`, at its top level.
+    Keys of the file are the fields of `ServeSettings`, at its top level, or other names of their options:
+    `kv_pool_size` is `blocks`.
     Raises:
         InvalidArgumentError: no such file, no TOML, an unknown key, or a value that cannot be meant; the
             message names the file and the key.
@@ -176,7 +200,7 @@ def check_is_node(settings: ServeSettings) -> None:
     """Raise InvalidArgumentError where something is said of a node that has no name."""
     if settings.name is None:
         defaults = ServeSettings()
-        for key in ("listen", "peer", "nodes", "registry", "secret_file", "max_rate"):
+        for key in ("listen", "peer", "nodes", "registry", "secret_file", "backend", "max_rate"):
             if getattr(settings, key) != getattr(defaults, key):
                 raise InvalidArgumentError(f"{key} is about a node, and a node has a name; give name, too")
 
@@ -190,10 +214,23 @@ def _read_file(config: str) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{config}: this is no TOML: {error}") from error
     known = ServeSettings.__struct_fields__
-    for name in found:
+    values: dict[str, object] = {}
+    for key, value in found.items():
+        name = _OTHER_NAMES.get(key, key)
         if name not in known:
-            raise InvalidArgumentError(f"{config}: unknown key {name!r}; known are {', '.join(known)}")
-    return found
+            raise InvalidArgumentError(f"{config}: unknown key {key!r}; known are {', '.join(known)}")
+        if name in values:
+            raise InvalidArgumentError(f"{config}: {key} is another name of {name}; give one of them")
+        values[name] = value
+    return values
+
+
+_OTHER_NAMES = {
+    flag.removeprefix("--").replace("-", "_"): name
+    for name, _, option in list_options(ServeSettings)
+    for flag in option.flags
+    if "/" not in flag
+}
 
 
 def _convert(values: dict[str, object], where: str) -> ServeSettings:

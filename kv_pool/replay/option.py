@@ -19,6 +19,7 @@ class Option:
     Attributes:
         help: what it means, in whole sentences.
         name: if it is not the field's name.
+        flags: all names as they are typed, where there are others than the field's; `--on/--off` of a switch.
         metavar: what its value is called in the help; None for its type.
         min: smallest value that the command line takes; None for any.
         panel: heading of the options beside which it is listed; None for the common ones.
@@ -37,6 +38,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     show: Callable[[Any], str] = str
     is_argument: bool = False
+    flags: tuple[str, ...] = ()
 
 
 def list_options(settings_class: type) -> Iterator[tuple[str, Any, Option]]:
