@@ -23,6 +23,7 @@ from kv_pool.errors import (
 )
 from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
@@ -104,7 +105,10 @@ class LiveNode:
             listen=settings.listen or _DEFAULT_LISTEN,
             peers=peers,
             location=NodeLocation(
-                settings.network, settings.rack, settings.host or socket.gethostname(), settings.device
+                settings.network,
+                settings.rack,
+                settings.host or socket.gethostname(),
+                settings.device or name_device(site.storage.device, read_machine()),
             ),
             max_bytes_per_s=0.0 if settings.max_rate is None else parse_rate(settings.max_rate),
             on_phase=self._learn_from,

@@ -26,7 +26,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A pool and the replay that keeps it busy.
 
     Attributes:
-        network, rack, host, device: where the node is; the host's own name by default.
+        network, rack, host, device: where the node is. By default the host's own name, and as device what
+            `migration.machine.name_device` finds; network and rack no machine tells of itself.
     """
 
     trace: Annotated[

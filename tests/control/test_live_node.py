@@ -27,7 +27,7 @@ def served(name, num_blocks=10, **settings):
     """A client of a node over a pool with bytes, and the node."""
     pool = make(num_blocks, storage=make_storage(num_blocks + 1))
     with (
-        LiveNode(pool, ServeSettings(name=name, **{"host": "h1", **settings})) as node,
+        LiveNode(pool, ServeSettings(name=name, **{"host": "h1", "device": name, **settings})) as node,
         ControlServer(pool, node=node),
         ControlClient(node=name) as client,
     ):
