@@ -15,9 +15,10 @@ class DevicePools(KVPoolProtocol):
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
         >>> from kv_pool.adapter.device_pools import DevicePools
         >>> pools = DevicePools([GPUKVPool(100, 16), GPUKVPool(50, 16, device_id=1)])
-        >>> pools.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=7, device_id=1))
-        [100, 101]
-        >>> pools.get_block_info(101).device_id, pools.get_free_blocks()
+        >>> ids = pools.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=7, device_id=1))
+        >>> [100 <= block_id < 150 for block_id in ids]
+        [True, True]
+        >>> pools.get_block_info(ids[0]).device_id, pools.get_free_blocks()
         (1, 148)
 
     Ids run from 0 to the sum of all blocks less 1: those of the first pool first. Block `n` of a pool is

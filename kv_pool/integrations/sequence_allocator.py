@@ -122,6 +122,7 @@ class KVCacheAllocator:
     ) -> int:
         """Return how many blocks of K and V, of all layers, fit into so much memory.
 
+            >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
             >>> KVCacheAllocator.count_blocks(24 * 2**30 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
             2150
 

@@ -14,7 +14,7 @@ import msgspec
 _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")
 """PCI classes: VGA controller, 3D controller, processing accelerator."""
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-_MAX_NVLINKS = 18
+_MAX_NVLINKS = 36
 
 
 class NumaNode(msgspec.Struct, frozen=True):

@@ -334,7 +334,7 @@ def test_two_to_four_times_as_many_sequences_run_at_once_as_with_reserved_maxima
 # ---- compression ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("low_rank:0.5", 0.5), ("int8", 0.6)])
+@pytest.mark.parametrize(("name", "ratio"), [("low_rank:0.5", 0.5), ("int8", 0.6), ("int4", 0.3)])
 def test_cold_blocks_are_written_in_fewer_bytes_and_read_again(name, ratio):
     """The article makes one matrix of a block, of as many rows as there are heads, and keeps half of its
     rank. Here each head is a matrix of tokens and elements.
@@ -349,7 +349,8 @@ def test_cold_blocks_are_written_in_fewer_bytes_and_read_again(name, ratio):
     assert cold.encoded_bytes <= ratio * storage.block_bytes
     row = np.frombuffer(storage.read_block(1), np.uint8)[None]
     before, after = (rows.view(np.float16).astype(float) for rows in (row, cold.decode(cold.encode(row))))
-    assert np.abs(after - before).max() <= 0.02 * np.abs(before).max()
+    allowed = 0.08 if name == "int4" else 0.02
+    assert np.abs(after - before).max() <= allowed * np.abs(before).max()
 
 
 # ---- the monitor ---------------------------------------------------------------------------------
