@@ -34,10 +34,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Option(f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}.", metavar="TRACE", is_argument=True),
     ] = "mooncake_conversation"
-    blocks: Annotated[_Count, Option("Capacity in blocks.", flags=("--blocks", "--kv-pool-size"))] = 10_000
-    block_size: Annotated[_Count, Option("Tokens per block.", flags=("--block-size", "--kv-block-size"))] = (
-        128
-    )
+    blocks: Annotated[_Count, Option("Capacity in blocks.", aliases=("kv_pool_size",))] = 10_000
+    block_size: Annotated[_Count, Option("Tokens per block.", aliases=("kv_block_size",))] = 128
     manager: Annotated[
         bool, Option("Serve a KVCacheManager, as engines with a scheduler have it, not a GPUKVPool.")
     ] = False
@@ -47,9 +45,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_defragmentation: Annotated[
         bool,
         Option(
-            "Compact the pool while it runs. Default: yes.",
+            "Compact the pool while it runs. So it is, unless --config says otherwise.",
             panel=_DEFRAG,
-            flags=("--enable-defragmentation/--no-defragmentation",),
+            flags=("--enable-defragmentation",),
         ),
     ] = True
     defrag_threshold: Annotated[
@@ -191,7 +189,7 @@ def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSetti
             message names the file and the key.
     """
     from_file = {} if config is None else _read_file(config)
-    from_command = {name: value for name, value in given.items() if value is not None}
+    from_command = _resolve({name: value for name, value in given.items() if value is not None}, "")
     if from_file:
         _convert(from_file, f"{config}: ")
     return _convert({**from_file, **from_command}, "")
@@ -214,24 +212,24 @@ def _read_file(config: str) -> dict[str, object]:
         raise InvalidArgumentError(f"{config}: can not read the settings: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{config}: this is no TOML: {error}") from error
+    return _resolve(found, f"{config}: ")
+
+
+def _resolve(found: dict[str, object], where: str) -> dict[str, object]:
+    """Values by the names of fields. Raises InvalidArgumentError: an unknown name, or two of one field."""
     known = ServeSettings.__struct_fields__
     values: dict[str, object] = {}
     for key, value in found.items():
         name = _OTHER_NAMES.get(key, key)
         if name not in known:
-            raise InvalidArgumentError(f"{config}: unknown key {key!r}; known are {', '.join(known)}")
+            raise InvalidArgumentError(f"{where}unknown key {key!r}; known are {', '.join(known)}")
         if name in values:
-            raise InvalidArgumentError(f"{config}: {key} is another name of {name}; give one of them")
+            raise InvalidArgumentError(f"{where}{key} is another name of {name}; give one of them")
         values[name] = value
     return values
 
 
-_OTHER_NAMES = {
-    flag.removeprefix("--").replace("-", "_"): name
-    for name, _, option in list_options(ServeSettings)
-    for flag in option.flags
-    if "/" not in flag
-}
+_OTHER_NAMES = {alias: name for name, _, option in list_options(ServeSettings) for alias in option.aliases}
 
 
 def _convert(values: dict[str, object], where: str) -> ServeSettings:

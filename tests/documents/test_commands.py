@@ -44,10 +44,12 @@ def test_a_pool_is_served_by_the_designs_options_and_reports_its_counts(folder):
 
 
 def test_the_strategy_of_compaction_is_set_by_the_designs_options(folder):
-    options = ("--defrag-threshold", "0.2", "--defrag-interval", "60", "--no-defragmentation")
+    options = ("--defrag-threshold", "0.2", "--defrag-interval", "60")
     with serving("t.jsonl", *SIZES, *options, cwd=folder) as process:
         assert "is served at" in process.first_line
-    (folder / "pool.toml").write_text("kv_pool_size = 300\nkv_block_size = 16\ntrace_block_size = 16\n")
+    (folder / "pool.toml").write_text(
+        "kv_pool_size = 300\nkv_block_size = 16\ntrace_block_size = 16\nenable_defragmentation = false\n"
+    )
     with serving("t.jsonl", "--config", "pool.toml", "--kv-pool-size", "400", cwd=folder) as process:
         assert "a pool of 400 blocks of 16 tokens" in process.first_line
 
@@ -80,3 +82,12 @@ def test_a_sequence_migrates_and_the_status_names_it_whole(folder):
             [line] = [line for line in shown.splitlines() if f"sequence {name} " in line]
             assert re.search(r" done +move to gpu-node-2 ", line)
             assert max(map(len, shown.splitlines())) <= 80, shown
+
+
+def test_the_help_names_the_designs_options_whole_in_80_columns(folder):
+    shown = ask(folder, "serve", "--help", COLUMNS="80").stdout
+    for option in ("--kv-pool-size", "--kv-block-size", "--enable-defragmentation", "--defrag-threshold"):
+        assert f"{option} " in shown
+    both = ask(folder, "serve", "--blocks", "5", "--kv-pool-size", "6")
+    assert both.returncode == 2
+    assert "kv_pool_size is another name of blocks; give one of them" in both.stderr

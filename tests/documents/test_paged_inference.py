@@ -54,6 +54,29 @@ def test_blocks_are_as_many_as_70_percent_of_24_gib_hold():
         KVCacheAllocator.count_blocks(1000, 16, num_layers=32, num_heads=32, head_dim=128)
 
 
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "block_size", "num_blocks"),
+    [
+        (ModelKV(32, 32, 128), 16, 16, 2000),
+        (ModelKV(32, 32, 128), 16, 8, 3000),
+        (ModelKV(32, 32, 128), 16, 32, 1000),
+        (ModelKV(40, 40, 128), 24, 16, 1500),
+        (ModelKV(40, 40, 128), 24, 8, 2000),
+        (ModelKV(40, 40, 128), 24, 32, 800),
+    ],
+)
+def test_the_recommended_numbers_of_blocks_fit_into_the_memory_they_are_for(
+    model, memory_gib, block_size, num_blocks
+):
+    """The table is for 7 and 13 billion parameters and leaves no memory for 16-bit weights, so it is no
+    default here: count blocks by the memory that is left.
+    """
+    sizes = (block_size, model.num_layers, model.num_kv_heads, model.head_size)
+    assert KVCacheAllocator.count_blocks(memory_gib * 2**30, *sizes) >= num_blocks
+    left = memory_gib * 2**30 - 2 * (7e9 if model.num_layers == 32 else 13e9)
+    assert left < num_blocks * model.count_block_bytes(block_size)
+
+
 # ---- page tables ---------------------------------------------------------------------------------
 
 
