@@ -104,7 +104,7 @@ def test_a_block_is_free_when_its_last_sequence_has_freed_it():
     assert pool.block_info[ids[0]].sequence_id == 2
     pool.free(ids)
     assert pool.get_free_blocks() == 20
-    # The design passes over a block that is free already; whoever frees twice has an error here.
+    # The design passes over a block that is free already; freeing twice is an error here.
     with pytest.raises(InvalidBlockError):
         pool.free(ids)
 

@@ -250,7 +250,7 @@ def test_a_watermark_of_a_tenth_of_1000_blocks_is_100_blocks():
     assert manager.can_allocate(Group(Sequence(2, range(16 * 400)))) is AllocStatus.OK
     assert manager.can_allocate(Group(Sequence(2, range(16 * 401)))) is AllocStatus.LATER
     running = Sequence(1, range(16 * 1000))
-    assert manager.can_append_slots(Group(running))  # who runs may go below it
+    assert manager.can_append_slots(Group(running))  # running sequences may go below it
 
 
 def test_what_fits_alone_is_let_in_above_the_watermark():
