@@ -23,14 +23,20 @@ MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
 SHOWN = [
+    "kv_pool.adapter.device_pools",
     "kv_pool.adapter.gpu_kv_pool",
+    "kv_pool.adapter.migration_manager",
+    "kv_pool.reports.allocation_monitor",
     "kv_pool.reports.layout",
     "kv_pool.contiguous.run_pool",
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",
     "kv_pool.events.config",
     "kv_pool.events.mirror",
+    "kv_pool.integrations.block_space_manager",
     "kv_pool.integrations.nano_vllm",
+    "kv_pool.integrations.nano_vllm_views",
+    "kv_pool.integrations.sequence_allocator",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.preemption",
     "kv_pool.manager.requests.request",

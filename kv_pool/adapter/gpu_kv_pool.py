@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 import msgspec
 
 from kv_pool.adapter.allocation import Allocation, as_request, check_priority
+from kv_pool.adapter.block_infos import BlockInfos
 from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id
 from kv_pool.adapter.migration_routes import MigrationRoutes
 from kv_pool.adapter.pins import Pins
@@ -610,6 +611,11 @@ class GPUKVPool(KVPoolProtocol):
                 sequence_ids=tuple(holder.sequence_id for holder in holders),
             )
 
+    @property
+    def block_info(self) -> BlockInfos:
+        """The blocks that sequences hold: a live mapping from block id to `BlockInfo`."""
+        return BlockInfos(self)
+
     def get_free_blocks(self) -> int:
         """How many blocks are free, the reserve included; cached ones that nobody holds count."""
         self._expire_claims()
@@ -827,17 +833,19 @@ class GPUKVPool(KVPoolProtocol):
         target_device_id = as_int("target_device_id", target_device_id)
         return self._routes.migrate(as_ints("block_ids", block_ids), target_device_id)
 
-    def migrate_sequence(self, sequence_id: int, target_device_id: int) -> list[int]:
-        """Move a sequence with all its blocks to a connected pool, or node, under the same id.
+    def migrate_sequence(self, sequence_id: int, target_device_id: int) -> tuple[list[int], list[int]]:
+        """Move a sequence to a connected pool, or node, under the same id: all its blocks.
 
-        Blocks that it shares stay with the other sequences as well. Returns and raises as `migrate_blocks`.
-
+        Returns:
+            The ids that its blocks had here and those that they have there, in the order of its tokens.
         Raises:
-            UnknownSequenceError: it holds nothing.
-            InvalidArgumentError: the target has a sequence of this id. In both cases nothing has changed.
+            As `migrate_blocks`, and UnknownSequenceError: it holds nothing; InvalidArgumentError: the target
+            has a sequence of this id. Nothing has changed.
+
+        Blocks that it shares stay with the other sequences as well.
         """
-        sequence_id = as_sequence_id("sequence_id", sequence_id)
-        return self._routes.migrate_sequence(sequence_id, as_int("target_device_id", target_device_id))
+        target_device_id = as_int("target_device_id", target_device_id)
+        return self._routes.migrate_sequence(as_sequence_id("sequence_id", sequence_id), target_device_id)
 
     def count_free_elsewhere(self) -> dict[int, int]:
         """Return how many blocks each connected pool has free, its reserve deducted, by device id."""

@@ -56,30 +56,12 @@ class MigrationRoutes:
         """See `GPUKVPool.count_free_elsewhere`."""
         return {device_id: peer._pool.count_available(NORMAL) for device_id, peer in self._peers.items()}
 
-    def migrate_sequence(self, sequence_id: int, device_id: int) -> list[int]:
-        """See `GPUKVPool.migrate_sequence`."""
-        from kv_pool.migration.subjects import SequenceSubject
-
-        if device_id in self._peers:
-            return self._move_to_peer(SequenceSubject(sequence_id), self._peers[device_id])
-        self.get_node(device_id)
-        migrator, name = self._nodes[device_id]
-        return migrator.migrate(SequenceSubject(sequence_id), name).wait()
-
-    def _move_to_peer(self, subject: Subject, peer: MigrationRoutes) -> list[int]:
-        # Always in this order.
-        with ExitStack() as locks:
-            for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
-                locks.enter_context(pool.lock)
-            return move_subject(self.find_site(), peer.find_site(), subject, f"device {peer._pool.device_id}")
-
     def migrate(self, block_ids: Sequence[int], device_id: int) -> list[int]:
         """See `GPUKVPool.migrate_blocks`."""
         from kv_pool.migration.subjects import BlocksSubject
 
-        peer = self._peers.get(device_id)
-        if peer is not None:
-            return self._move_to_peer(BlocksSubject(tuple(block_ids)), peer)
+        if device_id in self._peers:
+            return self._move_to_peer(BlocksSubject(tuple(block_ids)), device_id)[1]
         if device_id not in self._nodes:
             self._refuse(device_id)
         if not block_ids:
@@ -89,6 +71,27 @@ class MigrationRoutes:
             blocks = self._pool.holdings.find_held(block_ids)
             generations = tuple(block.generation for block in blocks)
         return migrator.migrate(BlocksSubject(tuple(block_ids), generations), name).wait()
+
+    def migrate_sequence(self, sequence_id: int, device_id: int) -> tuple[list[int], list[int]]:
+        """See `GPUKVPool.migrate_sequence`."""
+        from kv_pool.migration.subjects import SequenceSubject
+
+        if device_id in self._peers:
+            return self._move_to_peer(SequenceSubject(sequence_id), device_id)
+        if device_id not in self._nodes:
+            self._refuse(device_id)
+        migrator, name = self._nodes[device_id]
+        migration = migrator.migrate(SequenceSubject(sequence_id), name)
+        new_ids = migration.wait()
+        return migration.old_ids, new_ids
+
+    def _move_to_peer(self, subject: Subject, device_id: int) -> tuple[list[int], list[int]]:
+        peer = self._peers[device_id]
+        # Always in this order.
+        with ExitStack() as locks:
+            for pool in sorted((self._pool, peer._pool), key=lambda pool: pool.device_id):
+                locks.enter_context(pool.lock)
+            return move_subject(self.find_site(), peer.find_site(), subject, f"device {device_id}")
 
     def find_site(self) -> PoolSite:
         """The site through which blocks come and go within this process."""
@@ -105,18 +108,22 @@ class MigrationRoutes:
         )
 
 
-def move_subject(source: PoolSite, target: PoolSite, subject: Subject, target_name: str) -> list[int]:
-    """Move blocks, or a sequence, between two pools of this process in one step, with both locks held.
+def move_subject(
+    source: PoolSite, target: PoolSite, subject: Subject, target_name: str
+) -> tuple[list[int], list[int]]:
+    """Move blocks between two pools of this process in one step, with both locks held.
 
-    Returns and raises as `GPUKVPool.migrate_blocks`.
+    Returns:
+        Their ids at the source and at the target.
+    Raises:
+        As `GPUKVPool.migrate_blocks`.
     """
     selection = source.select(subject, for_move=True)
+    old_ids = [block.block_id for block in selection.blocks]
     room = target.take_room(subject, selection.offered, selection.state)
     new_ids = [block.block_id for block in room.blocks]
     try:
-        moves = [
-            BlockMove(selection.blocks[position].block_id, new_ids[position]) for position in room.missing
-        ]
+        moves = [BlockMove(old_ids[position], new_ids[position]) for position in room.missing]
         source.storage.copy_to(target.storage, moves)
         # The old ids may be taken on return, by work that is queued elsewhere.
         target.storage.synchronize()
@@ -127,4 +134,4 @@ def move_subject(source: PoolSite, target: PoolSite, subject: Subject, target_na
     target.insert(room)
     target.adopt(room)
     source.release(subject, target_name)
-    return new_ids
+    return old_ids, new_ids

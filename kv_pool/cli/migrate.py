@@ -31,10 +31,22 @@ def migrate(
             "admitted last.",
         ),
     ],
-    target_node: Annotated[str, typer.Option(metavar="NAME", help="Where to; see kv-pool peers.")],
+    target_node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Where to; see kv-pool peers. Default: the cheapest to reach of those with room.",
+        ),
+    ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="The sequence stays here, too.")] = False,
     max_rate: Annotated[
         str | None, typer.Option(metavar="RATE", help="Bytes a second at most, such as 100MB/s.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="How the bytes are read: tcp. Default: the first that works of the node's."
+        ),
     ] = None,
     socket: Socket = None,
     node: Node = None,
@@ -44,7 +56,9 @@ def migrate(
     number = parse_sequence_id(sequence_id)
     rate = 0.0 if max_rate is None else parse_rate(max_rate)
     with ControlClient(socket, node=node, not_node=target_node) as client:
-        status = client.migrate(number, target_node, is_move=not copy, max_bytes_per_s=rate)
+        status = client.migrate(
+            number, target_node, is_move=not copy, max_bytes_per_s=rate, backend=backend or ""
+        )
         try:
             status = _follow(client, status)
         except EndedBySignal:

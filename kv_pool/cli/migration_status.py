@@ -36,7 +36,7 @@ def migration_status(
     if json:
         print_json(found)
     else:
-        print_table(draw(found, limit), console)
+        print_table(draw(found, limit, console), console)
         for line in list_errors(found, limit):
             print(line)
 
@@ -57,7 +57,7 @@ def _lay_out(found: MigrationList, limit: int, num_columns: int) -> Table:
         title_justify="left",
         box=box.SIMPLE,
         show_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     for title in _TITLES[:num_columns]:
         is_number = title in ("blocks", "bytes", "rate", "time")

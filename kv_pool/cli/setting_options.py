@@ -41,6 +41,9 @@ def takes_given(settings_class: type, order: str) -> _Decorator:
             value_type = str  # the settings refuse other values in a message of their own
         text = f"{option.help} Default: {default}." if default else option.help
         parameters[name] = _make_parameter(name, value_type | None, None, replace(option, help=text))
+        for alias in option.aliases:
+            other = replace(option, help=f"Another name of --{name.replace('_', '-')}.")
+            parameters[alias] = _make_parameter(alias, value_type | None, None, other)
     return _decorate(dict, parameters, order)
 
 
@@ -82,7 +85,8 @@ def _make_parameters(settings_class: type) -> dict[str, inspect.Parameter]:
 
 
 def _make_parameter(name: str, value_type: Any, default: object, option: Option) -> inspect.Parameter:
-    annotation = declare(value_type, option, *[f"--{name.replace('_', '-')}"] * (value_type is bool))
+    flags = option.flags or (f"--{name.replace('_', '-')}",) * (value_type is bool)
+    annotation = declare(value_type, option, *flags)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -60,9 +60,9 @@ def describe(statistics: PoolStatistics) -> list[str]:
         taken = "".join(f", {count} {kind}" for kind, count in sorted((s.taken_events or {}).items()))
         lines.append(f"Events: {s.queued_events} queued{taken}")
     if s.allocation is not None:
-        lines.append(f"Allocation Latency: {_describe_latency(s.allocation)}")
+        lines += _describe_latency("Allocation Latency", s.allocation)
     if s.freeing is not None:
-        lines.append(f"Free Latency: {_describe_latency(s.freeing)}")
+        lines += _describe_latency("Free Latency", s.freeing)
     return lines
 
 
@@ -74,10 +74,12 @@ def _describe_hits(statistics: PoolStatistics) -> str:
     return f"{hit} of {looked_up} blocks hit{share}, "
 
 
-def _describe_latency(latency: CallLatency) -> str:
+def _describe_latency(title: str, latency: CallLatency) -> list[str]:
+    """Two lines, each of which fits into 80 columns."""
     if not latency.num_timed:
-        return f"not known yet, {latency.num_calls} calls"
-    return (
-        f"{latency.mean_us:.1f}µs (avg), {latency.median_us:.1f}µs (median), {latency.p99_us:.1f}µs (p99), "
-        f"{latency.max_us:.1f}µs (max); {latency.num_timed} of {latency.num_calls} calls timed"
-    )
+        return [f"{title}: not known yet, {latency.num_calls} calls"]
+    return [
+        f"{title}: {latency.mean_us:.1f}µs (avg), {latency.median_us:.1f}µs (median), "
+        f"{latency.p99_us:.1f}µs (p99)",
+        f"  {latency.max_us:.1f}µs (max), {latency.num_timed} of {latency.num_calls} calls timed",
+    ]

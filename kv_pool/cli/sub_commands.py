@@ -19,6 +19,7 @@ from kv_pool.cli.serve import serve
 from kv_pool.cli.stats import stats
 from kv_pool.cli.sweep import sweep
 from kv_pool.cli.tiers import tiers
+from kv_pool.cli.topology import topology
 
 
 def make_command(version: str) -> Callable[[], Any]:
@@ -57,6 +58,7 @@ def make_command(version: str) -> Callable[[], Any]:
     app.command()(migrate)
     app.command(name="migration-status")(migration_status)
     app.command()(peers)
+    app.command()(topology)
     app.command()(events)
     app.command()(info)
     command: Any = typer.main.get_command(app)

@@ -103,13 +103,15 @@ class ControlClient:
     def migrate(
         self,
         sequence_id: int | str | None,
-        target: str,
+        target: str | None = None,
         *,
         is_move: bool = True,
         max_bytes_per_s: float = 0.0,
+        backend: str = "",
     ) -> MigrationStatus:
         """See `LiveNode.migrate`; it has begun when this returns."""
-        return self._ask(MigrateCommand(target, sequence_id, is_move, max_bytes_per_s), MigrationStatus)
+        command = MigrateCommand(target, sequence_id, is_move, max_bytes_per_s, backend)
+        return self._ask(command, MigrationStatus)
 
     def list_migrations(self) -> MigrationList:
         """The node's migrations that run, and the last that have ended, oldest first."""

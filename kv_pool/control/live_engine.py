@@ -8,6 +8,7 @@ from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.control.settings_pool import make_pool
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import PoolExhaustedError
@@ -80,11 +81,9 @@ class PoolEngine:
         *,
         enable_events: bool,
     ) -> None:
-        self.pool = GPUKVPool(
-            settings.blocks,
-            settings.block_size,
+        self.pool = make_pool(
+            settings,
             storage=storage,
-            run_length=settings.run_length,
             on_evicted=lambda sequence_id, block_ids: on_evicted(str(sequence_id)),
             enable_kv_cache_events=enable_events,
         )

@@ -25,6 +25,7 @@ from kv_pool.errors import (
 )
 from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer, read_peers
@@ -36,7 +37,9 @@ from kv_pool.migration.sequences import Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Topology, find_nearness, read_topology
+from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.replay.capacity import parse_rate
+from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import start_thread, submit
 
 _DEFAULT_LISTEN = "127.0.0.1:0"
@@ -46,6 +49,16 @@ _MAX_ASKED_AT_ONCE = 16
 _SHOWN_IDS = 10
 
 _logger = logging.getLogger(__name__)
+
+
+def _make_backend(name: str, storage: BlockStorage) -> TransferBackend:
+    if name == "nixl":
+        from kv_pool.migration.backends.nixl import NixlBackend
+
+        return NixlBackend(storage)
+    if name == "tcp":
+        return TcpBackend(storage)
+    raise InvalidArgumentError(f"there is no backend {name!r}; there are tcp and nixl")
 
 
 class LiveNode:
@@ -91,12 +104,15 @@ class LiveNode:
         self.migrator = Migrator(
             settings.name,
             site,
-            backends=[TcpBackend(site.storage)],
+            backends=[_make_backend(name, site.storage) for name in settings.backend or ["tcp"]],
             secret=secret,
             listen=settings.listen or _DEFAULT_LISTEN,
             peers=peers,
             location=NodeLocation(
-                settings.network, settings.rack, settings.host or socket.gethostname(), settings.device
+                settings.network,
+                settings.rack,
+                settings.host or socket.gethostname(),
+                settings.device or name_device(site.storage.device, read_machine()),
             ),
             max_bytes_per_s=0.0 if settings.max_rate is None else parse_rate(settings.max_rate),
             on_phase=self._learn_from,
@@ -135,18 +151,22 @@ class LiveNode:
     def migrate(
         self,
         sequence_id: int | str | None,
-        target: str,
+        target: str | None,
         *,
         is_move: bool = True,
         max_bytes_per_s: float = 0.0,
+        backend: str = "",
     ) -> MigrationStatus:
         """Begin to migrate a sequence, after asking the target whether it has room.
 
         Args:
             sequence_id: None for the newest: the highest id; of requests, the one admitted last.
+            target: None for the node that is reached cheapest of those with room, by the topology.
+            backend: how the target reads the bytes, by name; "" for what the source prefers.
         Raises:
             UnknownSequenceError: it holds no blocks; names some that do.
-            PoolExhaustedError: the target has no room for it.
+            PoolExhaustedError: the target, or each known node, has no room for it; names why.
+            InvalidArgumentError: a backend that this node does not offer.
             PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target can not have it.
             In all cases nothing has changed. Waits for the target's answer.
         """
@@ -164,6 +184,13 @@ class LiveNode:
                 f"sequence {sequence_id} holds no blocks on node {self.migrator.name}; these do: "
                 f"{', '.join(map(str, ids[-_SHOWN_IDS:])) or 'none'}{more}"
             )
+        if backend and backend not in self.migrator.describe().backends:
+            raise InvalidArgumentError(
+                f"node {self.migrator.name} has no backend {backend!r}; it is read by "
+                f"{', '.join(self.migrator.describe().backends)}"
+            )
+        if target is None:
+            target = self._choose_target(sequence_id, num_blocks)
         there = self._ask(target)
         self.migrator.site.layout.check_same(there.layout, f"node {target!r}")
         if there.num_free_blocks < num_blocks:
@@ -172,9 +199,30 @@ class LiveNode:
                 f"{there.num_blocks} blocks are free there, {num_blocks} are needed"
             )
         migration = self.migrator.migrate(
-            SequenceSubject(sequence_id), target, is_move=is_move, max_bytes_per_s=max_bytes_per_s or None
+            SequenceSubject(sequence_id),
+            target,
+            is_move=is_move,
+            max_bytes_per_s=max_bytes_per_s or None,
+            backend=backend,
         )
         return migration.get_status()
+
+    def _choose_target(self, sequence_id: int | str, num_blocks: int) -> str:
+        """The cheapest known node with room. Raises PoolExhaustedError."""
+        nodes = []
+        silent = []
+        for peer in self.list_peers().peers:
+            if peer.error:
+                silent.append(f"{peer.name}: no, {peer.error}")
+            else:
+                nodes.append(self._ask(peer.name))
+        layout = self.migrator.site.layout
+        num_bytes = num_blocks * layout.block_bytes
+        ranking = self.topology.rank(self.migrator.location, num_bytes, num_blocks, nodes, layout=layout)
+        if not ranking.targets:
+            why = "; ".join([*ranking.describe().splitlines(), *silent])
+            raise PoolExhaustedError(f"no node takes sequence {sequence_id}: {why}")
+        return ranking.targets[0].name
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
         """All that are known, or one. Raises InvalidArgumentError where that is not known."""

@@ -9,11 +9,11 @@ from zlib import crc32
 
 import msgspec
 
-from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.control.block_contents import BlockContents
 from kv_pool.control.live_engine import LiveEngine, ManagerEngine, PoolEngine
 from kv_pool.control.live_tiers import LiveTiers
 from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.control.settings_pool import make_defragmenter
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
@@ -131,14 +131,7 @@ class LiveReplay:
         self._num_blocks = settings.blocks
         self._block_size = settings.block_size
         self._publisher = publisher
-        self.defragmenter = Defragmenter(
-            self.pool,
-            threshold=settings.defrag_threshold,
-            interval_s=settings.defrag_interval,
-            max_moves=settings.defrag_moves,
-            max_evictions=settings.max_evictions,
-            clock=clock,
-        )
+        self.defragmenter = make_defragmenter(settings, self.pool, clock)
         self._rates = EngineRates(speedup=settings.speedup) if rates is None else rates
         self._clock = clock
         self._began_s = clock()

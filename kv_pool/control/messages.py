@@ -7,7 +7,7 @@
 | `{"command": "layout"}` | | `PoolLayout` |
 | `{"command": "sequences"}` | | `SequenceList` |
 | `{"command": "holds"}` | `block_id` | `HoldList` |
-| `{"command": "migrate"}` | `sequence_id`, `target`, `is_move`, `max_bytes_per_s` | `MigrationStatus` |
+| `{"command": "migrate"}` | as `MigrateCommand` | `MigrationStatus` |
 | `{"command": "migrations"}` | `migration_id` | `MigrationList` |
 | `{"command": "cancel"}` | `migration_id` | `MigrationStatus` |
 | `{"command": "peers"}` | | `PeerList` |
@@ -72,10 +72,11 @@ class MigrateCommand(
 ):
     """Has a migration begun; see `LiveNode.migrate`. Not waited for: ask with `MigrationsCommand`."""
 
-    target: str
+    target: str | None = None
     sequence_id: int | str | None = None
     is_move: bool = True
     max_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    backend: str = ""
 
 
 class MigrationsCommand(

@@ -10,7 +10,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
-from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.settings import TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import BUNDLED_TRACES
 
@@ -26,21 +26,30 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A pool and the replay that keeps it busy.
 
     Attributes:
-        network, rack, host, device: where the node is; the host's own name by default.
+        network, rack, host, device: where the node is. By default the host's own name, and as device what
+            `migration.machine.name_device` finds; network and rack no machine tells of itself.
     """
 
     trace: Annotated[
         str,
         Option(f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}.", metavar="TRACE", is_argument=True),
     ] = "mooncake_conversation"
-    blocks: Annotated[_Count, Option("Capacity in blocks.")] = 10_000
-    block_size: Annotated[_Count, Option("Tokens per block.")] = 128
+    blocks: Annotated[_Count, Option("Capacity in blocks.", aliases=("kv_pool_size",))] = 10_000
+    block_size: Annotated[_Count, Option("Tokens per block.", aliases=("kv_block_size",))] = 128
     manager: Annotated[
         bool, Option("Serve a KVCacheManager, as engines with a scheduler have it, not a GPUKVPool.")
     ] = False
     run_length: Annotated[_Count, Option("Fragmentation is about runs of so many blocks.")] = (
         DEFAULT_RUN_LENGTH
     )
+    enable_defragmentation: Annotated[
+        bool,
+        Option(
+            "Compact the pool while it runs. So it is, unless --config says otherwise.",
+            panel=_DEFRAG,
+            flags=("--enable-defragmentation",),
+        ),
+    ] = True
     defrag_threshold: Annotated[
         float,
         msgspec.Meta(ge=0, le=1),
@@ -109,6 +118,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             panel=_NODES,
         ),
     ] = None
+    backend: Annotated[
+        list[str],
+        Option(
+            "How other nodes read its blocks: tcp, or nixl for RDMA; may be repeated, the preferred one "
+            "first. Default: tcp.",
+            panel=_NODES,
+        ),
+    ] = []
     max_rate: Annotated[
         str | None,
         Option(
@@ -156,6 +173,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     publish_config: Annotated[str | None, PUBLISH_CONFIG] = None
 
     @property
+    def compaction_threshold(self) -> float:
+        """The fragmentation rate above which blocks are moved; 1.0 for never."""
+        return self.defrag_threshold if self.enable_defragmentation else 1.0
+
+    @property
     def has_tiers(self) -> bool:
         """Are there colder homes for blocks?"""
         return bool(self.host_tier) or self.disk_tier is not None
@@ -169,13 +191,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def read_settings(config: str | None, given: Mapping[str, object]) -> ServeSettings:
     """The settings of a TOML file, overridden by those that are given and not None.
 
-    Keys of the file are the fields of `ServeSettings`, at its top level.
+    Keys of the file are the fields of `ServeSettings`, at its top level, or other names of their options:
+    `kv_pool_size` is `blocks`.
     Raises:
         InvalidArgumentError: no such file, no TOML, an unknown key, or a value that cannot be meant; the
             message names the file and the key.
     """
     from_file = {} if config is None else _read_file(config)
-    from_command = {name: value for name, value in given.items() if value is not None}
+    from_command = _resolve({name: value for name, value in given.items() if value is not None}, "")
     if from_file:
         _convert(from_file, f"{config}: ")
     return _convert({**from_file, **from_command}, "")
@@ -185,7 +208,8 @@ def check_is_node(settings: ServeSettings) -> None:
     """Raise InvalidArgumentError where something is said of a node that has no name."""
     if settings.name is None:
         defaults = ServeSettings()
-        for key in ("listen", "peer", "nodes", "registry", "secret_file", "max_rate", "offload_threshold"):
+        about_node = ("listen", "peer", "nodes", "registry", "secret_file", "backend", "max_rate")
+        for key in (*about_node, "offload_threshold"):
             if getattr(settings, key) != getattr(defaults, key):
                 raise InvalidArgumentError(f"{key} is about a node, and a node has a name; give name, too")
 
@@ -198,11 +222,24 @@ def _read_file(config: str) -> dict[str, object]:
         raise InvalidArgumentError(f"{config}: can not read the settings: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{config}: this is no TOML: {error}") from error
+    return _resolve(found, f"{config}: ")
+
+
+def _resolve(found: dict[str, object], where: str) -> dict[str, object]:
+    """Values by the names of fields. Raises InvalidArgumentError: an unknown name, or two of one field."""
     known = ServeSettings.__struct_fields__
-    for name in found:
+    values: dict[str, object] = {}
+    for key, value in found.items():
+        name = _OTHER_NAMES.get(key, key)
         if name not in known:
-            raise InvalidArgumentError(f"{config}: unknown key {name!r}; known are {', '.join(known)}")
-    return found
+            raise InvalidArgumentError(f"{where}unknown key {key!r}; known are {', '.join(known)}")
+        if name in values:
+            raise InvalidArgumentError(f"{where}{key} is another name of {name}; give one of them")
+        values[name] = value
+    return values
+
+
+_OTHER_NAMES = {alias: name for name, _, option in list_options(ServeSettings) for alias in option.aliases}
 
 
 def _convert(values: dict[str, object], where: str) -> ServeSettings:

@@ -295,6 +295,7 @@ class ControlServer:
                     command.target,
                     is_move=command.is_move,
                     max_bytes_per_s=command.max_bytes_per_s,
+                    backend=command.backend,
                 )
             case MigrationsCommand():
                 return node.list_migrations(command.migration_id)

@@ -1,6 +1,6 @@
 """`BlockManager`: the pool by the names that nano-vllm's scheduler calls."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +9,13 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.ids import BlockHash
+from kv_pool.integrations.nano_vllm_views import (
+    Blocks,
+    ComputeHash,
+    FreeBlockIds,
+    HashToBlockId,
+    UsedBlockIds,
+)
 
 _GROUP_ID = 0
 
@@ -60,25 +67,6 @@ class Admission(int):
 
     def __bool__(self) -> bool:
         return self.has_room
-
-
-class FreeBlockIds(Collection[int]):
-    """The ids of the free blocks, next to be reused first; a live view. `len` and `in` are O(1)."""
-
-    def __init__(self, block_pool: BlockPool) -> None:
-        self._block_pool = block_pool
-
-    def __len__(self) -> int:
-        return self._block_pool.get_num_free_blocks()
-
-    def __iter__(self) -> Iterator[int]:
-        for block in self._block_pool.free_block_queue.iter_blocks_after(None):
-            yield _to_engine_id(block)
-
-    def __contains__(self, block_id: object) -> bool:
-        if not isinstance(block_id, int) or not 0 <= block_id < self._block_pool.num_gpu_blocks - 1:
-            return False
-        return self._block_pool.blocks[block_id + 1].ref_cnt == 0
 
 
 @dataclass(eq=False, slots=True)
@@ -133,9 +121,9 @@ class BlockManager:
     - They compare tokens behind 64 bits of xxhash; here 128 bits of hash decide (`BlockHasher`).
     - Where the caller errs (freed twice, allocated twice, not allocated, too many) an error is raised and
       nothing has changed; there it is an assertion, an IndexError half way, or nothing at all.
-    - Of their attributes there are `block_size` and `free_block_ids`, a read-only view; nano-vllm itself
-      reads none. The rest is in `block_pool`, where block n of the engine is `blocks[n + 1]`: block 0 is the
-      pool's null block, which the engine never sees.
+    - Their attributes are read-only views here, and their hashes are other numbers. What the pool itself
+      knows is in `block_pool`, where block n of the engine is `blocks[n + 1]`: block 0 is the pool's null
+      block, which the engine never sees.
 
     As theirs: a prompt of full blocks that are all cached leaves a scheduler of 2025 nothing to compute.
 
@@ -144,8 +132,16 @@ class BlockManager:
         block_size: tokens per block, the same as `Sequence.block_size`.
         hasher: names the prefixes; by default `xxh3_128` with a secret seed.
 
+    Attributes:
+        blocks: by id, each with `block_id`, `ref_count`, `hash` and `token_ids`.
+        free_block_ids: ids of free blocks, the next to be reused first: `free_block_ids[0]`, `len`, `in`.
+        used_block_ids: ids of blocks that sequences hold.
+        hash_to_block_id: from the hash of a cached prefix to the block that holds its end.
+
     Contract: nano-vllm's `BlockManager`, with a scheduler that gives each sequence one object.
     """
+
+    compute_hash = ComputeHash()
 
     def __init__(self, num_blocks: int, block_size: int, *, hasher: BlockHasher | None = None) -> None:
         if not isinstance(num_blocks, int) or num_blocks < 1:
@@ -158,7 +154,12 @@ class BlockManager:
             )
         self.block_size = block_size
         self.block_pool = BlockPool(num_blocks + 1, True, block_size)
+        # By the pool's ids: what was in a block when it was cached last.
+        self._token_ids: list[Sequence[int]] = [()] * (num_blocks + 1)
+        self.blocks = Blocks(self.block_pool, self._token_ids)
         self.free_block_ids = FreeBlockIds(self.block_pool)
+        self.used_block_ids = UsedBlockIds(self.block_pool)
+        self.hash_to_block_id = HashToBlockId(self.block_pool, self.hasher.digest_size)
         self._holdings: dict[int, _Holding] = {}
 
     # ---- prefill ---------------------------------------------------------------------------------
@@ -355,6 +356,8 @@ class BlockManager:
             for block in pool.get_cached_block(block_hash, [_GROUP_ID]) or ():
                 pool.evict_blocks([block.block_id])
         num_cached_blocks = len(holding.block_hashes)
+        for index in range(num_cached_blocks, num_cached_blocks + len(new_hashes)):
+            self._token_ids[holding.blocks[index].block_id] = holding.sequence.block(index)
         holding.block_hashes.extend(new_hashes)
         pool.cache_full_blocks(
             holding, holding.blocks, num_cached_blocks, len(holding.block_hashes), self.block_size, _GROUP_ID

@@ -158,6 +158,7 @@ class PullSubject(Message, frozen=True):
     Attributes:
         pull_id: 16 random bytes; repeated requests start one pull.
         source: my name, by which you find my address; `source_address` where you may not know it.
+        backend: read by this one of mine and no other; "" for the first that works.
     """
 
     pull_id: bytes
@@ -166,6 +167,7 @@ class PullSubject(Message, frozen=True):
     source: str
     source_address: str = ""
     max_bytes_per_s: float = 0.0
+    backend: str = ""
 
 
 class PullStarted(Message, frozen=True):

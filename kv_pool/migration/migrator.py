@@ -274,6 +274,7 @@ class Migrator:
         is_move: bool = False,
         max_bytes_per_s: float | None = None,
         hold_s: float = 0.0,
+        backend: str = "",
     ) -> Migration:
         """Get something from another node.
 
@@ -283,6 +284,7 @@ class Migrator:
             max_bytes_per_s: for this migration; None for the node's limit only.
             hold_s: for so long after it has arrived its blocks are in use, and so stay here: time to admit a
                 request that starts with them. Ended before by `Migration.release`, or when the node stops.
+            backend: read by this one and no other; "" for the source's first that works.
         Raises:
             InvalidArgumentError: a limit or a time that is negative, a prefix that is to be moved.
             MigrationError: this node does not run.
@@ -291,7 +293,7 @@ class Migrator:
         if not 0 <= hold_s < math.inf:
             raise InvalidArgumentError(f"hold_s is {hold_s}; it is a number of seconds, 0 for not at all")
         return self._start_pull(
-            secrets.token_bytes(16), subject, source, is_move, max_bytes_per_s or 0.0, hold_s
+            secrets.token_bytes(16), subject, source, is_move, max_bytes_per_s or 0.0, hold_s, backend
         )
 
     def migrate(
@@ -301,6 +303,7 @@ class Migrator:
         *,
         is_move: bool = True,
         max_bytes_per_s: float | None = None,
+        backend: str = "",
     ) -> Migration:
         """Give something to another node, which is asked to fetch it.
 
@@ -311,7 +314,7 @@ class Migrator:
         RateLimit(limit, self._clock)
         transfer_id = secrets.token_bytes(16)
         push = Push(
-            PullSubject(transfer_id, subject, is_move, self.name, self.address, limit),
+            PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend),
             target,
             self._source,
             lambda message: self._links.call(target, message, self._call_s),
@@ -378,7 +381,12 @@ class Migrator:
         self._links.learn_address(message.source, message.source_address)
         if self._book.get(message.pull_id) is None:
             self._start_pull(
-                message.pull_id, message.subject, message.source, message.is_move, message.max_bytes_per_s
+                message.pull_id,
+                message.subject,
+                message.source,
+                message.is_move,
+                message.max_bytes_per_s,
+                backend=message.backend,
             )
         return PullStarted(message.pull_id.hex())
 
@@ -408,11 +416,14 @@ class Migrator:
         is_move: bool,
         max_bytes_per_s: float,
         hold_s: float = 0.0,
+        backend: str = "",
     ) -> Migration:
         self._check_can_start(subject, is_move)
         limit = RateLimit(max_bytes_per_s, self._clock)
         record = MigrationRecord(transfer_id, "in", source, subject, is_move)
-        pull = Pull(self._settings, PeerOfPull(self._links, source, self._call_s), record, limit, hold_s)
+        pull = Pull(
+            self._settings, PeerOfPull(self._links, source, self._call_s, backend), record, limit, hold_s
+        )
         migration = IncomingMigration(pull, self.lease_s)
         known = self._book.add(migration)
         if known is not migration:

@@ -105,16 +105,18 @@ class PeerLinks:
             )
         return reply
 
-    def take_reader(self, source: NodeDescription) -> BlockReader:
+    def take_reader(self, source: NodeDescription, only: str = "") -> BlockReader:
         """A reader of this node: one that was left, or a new one over the first way that works.
 
+        Args:
+            only: the name of the backend, the reader of which is a new one; "" for any.
         Raises:
             InvalidArgumentError: the two nodes have no backend in common.
             PeerUnavailableError: the last way did not work either.
         """
         with self._lock:
             idle = self._idle_readers.get((source.name, source.epoch), [])
-            while idle:
+            while idle and not only:
                 reader = idle.pop()
                 if reader.is_usable():
                     return reader
@@ -122,7 +124,7 @@ class PeerLinks:
         failure: PeerUnavailableError | MissingDependencyError | None = None
         for name, description in source.backends.items():
             backend = self._backends.get(name)
-            if backend is None:
+            if backend is None or only not in ("", name):
                 continue
             try:
                 return backend.open(source.name, description)
@@ -132,7 +134,7 @@ class PeerLinks:
             raise failure
         raise InvalidArgumentError(
             f"node {source.name!r} can be read by {', '.join(source.backends) or 'nothing'}, and this node "
-            f"reads by {', '.join(self._backends) or 'nothing'}"
+            f"reads by {', '.join(self._backends) or 'nothing'}" + (f"; asked for is {only}" if only else "")
         )
 
     def leave_reader(self, source: NodeDescription, reader: BlockReader) -> None:
@@ -167,12 +169,16 @@ class PeerLinks:
 class PeerOfPull:
     """The source of a pull, by its name. See `PullPeer`."""
 
-    def __init__(self, links: PeerLinks, name: str, timeout_s: float) -> None:
+    def __init__(self, links: PeerLinks, name: str, timeout_s: float, backend: str = "") -> None:
         self._links = links
         self._name = name
         self._timeout_s = timeout_s
-        self.take_reader = links.take_reader
+        self._backend = backend
         self.leave_reader = links.leave_reader
+
+    def take_reader(self, source: NodeDescription) -> BlockReader:
+        """As `PeerLinks.take_reader`, of the backend that the pull is for."""
+        return self._links.take_reader(source, self._backend)
 
     def call(self, message: Message) -> Message:
         """As `PeerLinks.call`; a node of another name is refused."""

@@ -19,6 +19,8 @@ class Option:
     Attributes:
         help: what it means, in whole sentences.
         name: if it is not the field's name.
+        flags: all names as they are typed, of a switch that has no way back.
+        aliases: other names, options of their own where settings are taken one by one.
         metavar: what its value is called in the help; None for its type.
         min: smallest value that the command line takes; None for any.
         panel: heading of the options beside which it is listed; None for the common ones.
@@ -37,6 +39,8 @@ class Option:
     parse: Callable[[str], Any] | None = None
     show: Callable[[Any], str] = str
     is_argument: bool = False
+    flags: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 def list_options(settings_class: type) -> Iterator[tuple[str, Any, Option]]:

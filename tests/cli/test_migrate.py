@@ -68,6 +68,18 @@ def wait_for_sequence(name, min_blocks=1):
                     return sequence.sequence_id, sequence.num_blocks
 
 
+def test_the_target_is_found_and_the_backend_may_be_named(folder):
+    with two_nodes(folder):
+        sequence_id, _ = wait_for_sequence("a", min_blocks=2)
+        done = ask(folder, "migrate", "--sequence-id", str(sequence_id), "--backend", "tcp", "--node", "a")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"sequence {sequence_id} moved to node b: ")
+        sequence_id, _ = wait_for_sequence("b")
+        refused = ask(folder, "migrate", "--sequence-id", str(sequence_id), "--backend", "x", "--node", "b")
+        assert refused.returncode == 2
+        assert refused.stderr == "error: node b has no backend 'x'; it is read by tcp\n"
+
+
 def test_a_running_sequence_moves_to_another_node_and_goes_on_there(folder):
     with two_nodes(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=4)

@@ -27,7 +27,7 @@ def served(name, num_blocks=10, **settings):
     """A client of a node over a pool with bytes, and the node."""
     pool = make(num_blocks, storage=make_storage(num_blocks + 1))
     with (
-        LiveNode(pool, ServeSettings(name=name, host="h1", **settings)) as node,
+        LiveNode(pool, ServeSettings(name=name, **{"host": "h1", "device": name, **settings})) as node,
         ControlServer(pool, node=node),
         ControlClient(node=name) as client,
     ):
@@ -124,6 +124,49 @@ def test_what_can_not_migrate_is_said_before_it_begins(folder):
         a.pool.free_sequence(2)
         with pytest.raises(UnknownSequenceError, match="no sequence holds blocks on node a"):
             client.migrate(None, "b")
+
+
+def test_without_a_target_a_sequence_goes_to_the_nearest_node_with_room(folder):
+    links = ("host", 0.001), ("rack", 0.002), ("elsewhere", 0.02)
+    (folder / "nodes.toml").write_text(
+        "".join(f"[links.{name}]\nbytes_per_s = 1e9\nlatency_s = {seconds}\n" for name, seconds in links)
+    )
+    with (
+        served("a", rack="r1", nodes=str(folder / "nodes.toml")) as (client, a),
+        served("far", registry=a.migrator.address, host="h2", rack="r2") as _,
+        served("full", 2, registry=a.migrator.address, rack="r1") as _,
+        served("near", registry=a.migrator.address, host="h2", rack="r1") as (_, near),
+    ):
+        take_all(a.pool, 3, 2, 1)
+        assert wait(client, client.migrate(1)).peer == "near"
+        assert read(near.pool, 1) == [16, 17, 18]
+        # Two blocks fit on the node of the same host.
+        assert wait(client, client.migrate(2)).peer == "full"
+
+
+def test_where_no_node_has_room_the_reasons_are_told(folder):
+    with two_nodes(peer=["gone=127.0.0.1:1"]) as (client, a, _, b):
+        take_all(b.pool, 9)
+        with pytest.raises(
+            PoolExhaustedError, match=r"no node takes sequence 1: b: no, 1 of 10 .* gone: no, "
+        ):
+            client.migrate(1)
+        assert read(a.pool, 1) == [16, 17, 18]
+    with served("c") as (client, c):
+        take_all(c.pool, 1)
+        with pytest.raises(PoolExhaustedError, match="no node takes sequence 1: no other node is known"):
+            client.migrate(1)
+
+
+def test_a_migration_may_name_its_backend(folder):
+    with two_nodes() as (client, a, _, b):
+        assert wait(client, client.migrate(1, "b", backend="tcp")).phase is MigrationPhase.DONE
+        assert read(b.pool, 1) == [16, 17, 18]
+        with pytest.raises(InvalidArgumentError, match="node a has no backend 'nixl'; it is read by tcp"):
+            client.migrate(2, "b", backend="nixl")
+        assert read(a.pool, 2) == [32, 33]
+    with pytest.raises(InvalidArgumentError, match="there is no backend 'rdma'; there are tcp and nixl"):
+        LiveNode(make(storage=make_storage()), ServeSettings(name="c", backend=["rdma"]))
 
 
 def test_a_migration_is_cancelled_and_the_sequence_stays(folder):

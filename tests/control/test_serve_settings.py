@@ -2,8 +2,9 @@
 
 import pytest
 
-from kv_pool import InvalidArgumentError
+from kv_pool import BlockAllocationRequest, InvalidArgumentError
 from kv_pool.control.serve_settings import ServeSettings, read_settings
+from kv_pool.control.settings_pool import open_pool
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def test_every_option_can_be_in_the_file(config):
         blocks = 1
         block_size = 2
         run_length = 3
+        enable_defragmentation = false
         defrag_threshold = 0.4
         defrag_interval = 5
         defrag_moves = 6
@@ -53,6 +55,7 @@ def test_every_option_can_be_in_the_file(config):
         nodes = "nodes.toml"
         registry = "b"
         secret_file = "secret"
+        backend = ["tcp", "nixl"]
         max_rate = "1MB/s"
         offload_threshold = 12
         network = "n1"
@@ -71,6 +74,7 @@ def test_every_option_can_be_in_the_file(config):
         blocks=1,
         block_size=2,
         run_length=3,
+        enable_defragmentation=False,
         defrag_threshold=0.4,
         defrag_interval=5,
         defrag_moves=6,
@@ -87,6 +91,7 @@ def test_every_option_can_be_in_the_file(config):
         nodes="nodes.toml",
         registry="b",
         secret_file="secret",
+        backend=["tcp", "nixl"],
         max_rate="1MB/s",
         offload_threshold=12,
         network="n1",
@@ -139,3 +144,37 @@ def test_what_cannot_be_meant_on_the_command_line_is_an_error_that_names_it(name
 def test_a_file_that_is_not_there_is_an_error_that_says_so():
     with pytest.raises(InvalidArgumentError, match=r"nowhere.toml: can not read the settings: No such file"):
         read_settings("nowhere.toml", {})
+
+
+def test_sizes_have_the_names_of_an_engines_options_too(config):
+    settings = read_settings(config("kv_pool_size = 500\nkv_block_size = 16\n"), {})
+    assert (settings.blocks, settings.block_size) == (500, 16)
+    with pytest.raises(
+        InvalidArgumentError, match="kv_pool_size is another name of blocks; give one of them"
+    ):
+        read_settings(config("blocks = 500\nkv_pool_size = 500\n"), {})
+
+
+def test_a_pool_that_is_not_to_be_compacted_never_is(config):
+    assert read_settings(config("defrag_threshold = 0.2\n"), {}).compaction_threshold == 0.2
+    settings = read_settings(config("defrag_threshold = 0.2\nenable_defragmentation = false\n"), {})
+    assert settings.compaction_threshold == 1.0
+
+
+def test_an_engines_pool_is_made_from_the_same_file(config):
+    path = config("kv_pool_size = 500\nkv_block_size = 16\nrun_length = 8\ndefrag_interval = 0\n")
+    pool, defragmenter = open_pool(path, device_id=3)
+    assert (pool.total_blocks, pool.block_size, pool.run_length, pool.device_id) == (500, 16, 8, 3)
+    for sequence_id in range(250):
+        pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=sequence_id))
+    for sequence_id in range(0, 250, 2):
+        pool.free_sequence(sequence_id)
+    before = pool.get_fragmentation_rate()
+    while defragmenter.step():
+        pass
+    assert pool.get_fragmentation_rate() < before
+    # What comes next evicts the sequence that was used least recently.
+    pool.allocate(BlockAllocationRequest(num_blocks=252, sequence_id=1000))
+    assert 1 not in pool.list_sequences()
+    with pytest.raises(InvalidArgumentError, match="unknown key 'kv_pool_sizes'"):
+        open_pool(config("kv_pool_sizes = 1"))

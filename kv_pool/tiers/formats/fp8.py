@@ -13,6 +13,7 @@ from kv_pool.tiers.formats.scaled import ScaledFormat
 class Float8Codes:
     """e4m3 as ml_dtypes rounds it, up to 416; the largest it has, 448, stands for infinity."""
 
+    num_bits = 8
     largest = 416.0
     plus_infinity_byte = 0x7E
     minus_infinity_byte = 0xFE

@@ -14,6 +14,7 @@ KEY_GROUP, VALUE_GROUP = "N", "D"
 class Int8Codes:
     """-126 to 126; 127, -127 and -128 stand for the infinities and NaN."""
 
+    num_bits = 8
     largest = 126.0
     plus_infinity_byte = 127
     minus_infinity_byte = 129

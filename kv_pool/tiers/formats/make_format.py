@@ -6,10 +6,11 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.tiers.formats.block_axes import read_axes
 from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat
 from kv_pool.tiers.formats.fp8 import make_fp8_format
+from kv_pool.tiers.formats.int4 import make_int4_format
 from kv_pool.tiers.formats.int8 import make_int8_format
 from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
 
-FORMATS = ("raw", "int8", "fp8", "low_rank")
+FORMATS = ("raw", "int8", "int4", "fp8", "low_rank")
 
 
 def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
@@ -18,8 +19,8 @@ def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
         >>> from kv_pool.storage import KVStorage
         >>> from kv_pool.tiers.formats import make_format
         >>> storage = KVStorage.allocate(2, block_size=16, num_layers=2, num_kv_heads=4, head_size=64)
-        >>> [(name, make_format(name, storage).encoded_bytes) for name in ("raw", "int8", "low_rank:0.25")]
-        [('raw', 32768), ('int8', 17664), ('low_rank:0.25', 7680)]
+        >>> [(name, make_format(name, storage).encoded_bytes) for name in ("int8", "int4", "low_rank:0.25")]
+        [('int8', 17664), ('int4', 9472), ('low_rank:0.25', 7680)]
 
     Args:
         name: one of `FORMATS`; `low_rank:0.5` says which share of the bytes it may take.
@@ -37,6 +38,8 @@ def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
     axes = read_axes(blocks)
     if kind == "int8":
         return make_int8_format(axes)
+    if kind == "int4":
+        return make_int4_format(axes)
     if kind == "fp8":
         return make_fp8_format(axes)
     try:

@@ -1,4 +1,4 @@
-"""`ScaledFormat`: a byte an element, and a scale for each group of them; what int8 and fp8 have in common."""
+"""`ScaledFormat`: a code an element, and a scale for each group of them; common to int8, int4 and fp8."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ _SCALE_BYTES = 2
 
 
 class Codes(Protocol):
-    """One byte for a number between -largest and largest, and three bytes for what is not finite."""
+    """A code for a number between -largest and largest, and up to three codes for what is not finite.
 
+    Attributes:
+        num_bits: of a code, 8 or 4; two codes of 4 bits share a byte.
+    """
+
+    num_bits: int
     largest: float
     nan_byte: int
     plus_infinity_byte: int
     minus_infinity_byte: int
 
     def to_bytes(self, values: FloatArray) -> ByteArray:
-        """Of numbers, none beyond `largest` by more than a rounding error."""
+        """Codes, a byte each, of numbers none of which is beyond `largest` by more than a rounding error."""
 
     def from_bytes(self, codes: ByteArray) -> FloatArray:
         """Numbers; anything for the three bytes of what is not finite."""
 
 
 class ScaledFormat:
-    """See `make_int8_format` and `make_fp8_format`.
+    """See `make_int8_format`, `make_int4_format` and `make_fp8_format`.
 
-        |<-- codes, a byte an element, in the order of the block -->|<-- scales of K -->|<-- scales of V -->|
+        |<-- codes of the elements, in the order of the block -->|<-- scales of K -->|<-- scales of V -->|
 
     Args:
         key_group, value_group: the axes of K and of V over which elements share a scale.
 
     A scale is the largest finite magnitude of its group over `codes.largest`, as a bfloat16, rounded up: 2
     bytes that reach as far as a float32, by which it is up to 1/128 larger than it needs to be. A group whose
-    largest magnitude is below 1e-42 may be all zeros. NaN and the infinities come back as they are, and count
-    in no scale.
+    largest magnitude is below 1e-42 may be all zeros. NaN and the infinities come back as they are, or all as
+    NaN where the codes say so, and count in no scale.
     """
 
     def __init__(self, name: str, axes: BlockAxes, codes: Codes, key_group: str, value_group: str) -> None:
@@ -57,7 +62,8 @@ class ScaledFormat:
             for group in self._groups
         ]
         num_scales = sum(int(np.prod(shape)) for shape in self._scale_shapes)
-        self.encoded_bytes = axes.num_elements + num_scales * _SCALE_BYTES
+        self._code_bytes = -(-axes.num_elements * codes.num_bits // 8)
+        self.encoded_bytes = self._code_bytes + num_scales * _SCALE_BYTES
 
     def encode(self, blocks: ByteArray) -> ByteArray:
         blocks = check_rows(blocks, self.axes.block_bytes)
@@ -81,14 +87,13 @@ class ScaledFormat:
         return [slice(start, start + step) for start in range(0, num_blocks, step)]
 
     def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
-        num_elements = self.axes.num_elements
         values = self.axes.to_floats(blocks)
         is_finite = np.isfinite(values)
         original = None
         if not is_finite.all():
             original = values.copy()
             values[~is_finite] = 0
-        start = num_elements
+        start = self._code_bytes
         for which, group in enumerate(self._groups):
             part = self._get_part(values, which)
             largest = np.abs(part).max(group, keepdims=True)
@@ -104,13 +109,13 @@ class ScaledFormat:
             codes[np.isnan(original)] = self.codes.nan_byte
             codes[np.isposinf(original)] = self.codes.plus_infinity_byte
             codes[np.isneginf(original)] = self.codes.minus_infinity_byte
-        encoded[:, :num_elements] = codes.reshape(len(blocks), num_elements)
+        encoded[:, : self._code_bytes] = self._pack(codes.reshape(len(blocks), -1))
 
     def _decode_chunk(self, encoded: ByteArray) -> ByteArray:
-        num_blocks, num_elements = len(encoded), self.axes.num_elements
-        codes = encoded[:, :num_elements].reshape(num_blocks, *self.axes.shape)
+        num_blocks = len(encoded)
+        codes = self._unpack(encoded[:, : self._code_bytes]).reshape(num_blocks, *self.axes.shape)
         values = self.codes.from_bytes(codes)
-        start = num_elements
+        start = self._code_bytes
         for which, shape in enumerate(self._scale_shapes):
             end = start + int(np.prod(shape)) * _SCALE_BYTES
             scales = np.ascontiguousarray(encoded[:, start:end]).view(np.uint16)
@@ -122,6 +127,24 @@ class ScaledFormat:
         self._restore(codes, values)
         return self.axes.from_floats(values)
 
+    def _pack(self, codes: ByteArray) -> ByteArray:
+        """(n, num_elements) codes to (n, bytes of them): two of 4 bits a byte, the first one low."""
+        if self.codes.num_bits == 8:
+            return codes
+        low, high = codes[:, 0::2], codes[:, 1::2]
+        packed = low.copy()
+        packed[:, : high.shape[1]] |= high << 4
+        return packed
+
+    def _unpack(self, packed: ByteArray) -> ByteArray:
+        """What `_pack` was given."""
+        if self.codes.num_bits == 8:
+            return packed
+        codes = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
+        codes[:, 0::2] = packed & 15
+        codes[:, 1::2] = packed >> 4
+        return codes[:, : self.axes.num_elements]
+
     def _get_part(self, values: FloatArray, which: int) -> FloatArray:
         """K or V, a view without that axis."""
         index: tuple[Any, ...] = (slice(None),) * self.axes.kv_place
@@ -130,9 +153,9 @@ class ScaledFormat:
 
     def _restore(self, codes: ByteArray, values: npt.NDArray[np.float32]) -> None:
         for byte, value in (
-            (self.codes.nan_byte, np.nan),
             (self.codes.plus_infinity_byte, np.inf),
             (self.codes.minus_infinity_byte, -np.inf),
+            (self.codes.nan_byte, np.nan),
         ):
             is_there = codes == byte
             if is_there.any():

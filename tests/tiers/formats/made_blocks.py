@@ -7,7 +7,7 @@ from kv_pool.storage import KVStorage
 from kv_pool.tiers.formats import make_format
 
 DTYPES = ("float16", "bfloat16", "float32")
-LOSSY = ("int8", "fp8", "low_rank")
+LOSSY = ("int8", "int4", "fp8", "low_rank")
 UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 """Half the distance to the next number, by number; and the same where numbers are as close as they get."""
 SMALLEST_SCALE = 2.0**-133
@@ -90,10 +90,10 @@ def find_bound(name, before, storage):
     for part in range(parts):
         axes = (2, 4) if name == "fp8" else (2,) if part == 0 and parts == 2 else (4,)
         largest[:, part] = grouped[:, part].max(axes, keepdims=True)
-    codes = 126 if name == "int8" else 416
+    codes = {"int8": 126, "int4": 7, "fp8": 416}[name]
     scale = largest / codes * (1 + 2.0**-7) + SMALLEST_SCALE
     size = grouped
-    coded = scale / 2 if name == "int8" else np.maximum(size / 16, scale / 1024)
+    coded = scale / 2 if name != "fp8" else np.maximum(size / 16, scale / 1024)
     in_float32 = (size + scale) * 2.0**-22  # two roundings on the way there, one on the way back
     coded = coded + codes * 2.0**-149  # where a scale underflows
     return ((coded + in_float32) * (1 + relative) + size * relative + least + 2.0**-149).reshape(before.shape)

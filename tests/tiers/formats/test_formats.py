@@ -42,7 +42,10 @@ def check(name, before, after, storage):
         off = np.where(is_finite, after, 0) - np.where(is_finite, before, 0)
         assert (np.sqrt((off.reshape(split) ** 2).sum((3, 5))) <= bound).all()
         return
-    np.testing.assert_array_equal(after[~is_finite], before[~is_finite])
+    if name == "int4":
+        assert np.isnan(after[~is_finite]).all()
+    else:
+        np.testing.assert_array_equal(after[~is_finite], before[~is_finite])
     bound = find_bound(name, before, storage)
     off = np.abs(np.subtract(after, before, where=is_finite, out=np.zeros_like(before)))
     worst = np.argmax(off - bound)
@@ -127,7 +130,7 @@ def test_what_fp8_can_say_comes_back_exactly(dtype, exponent):
     np.testing.assert_array_equal(after, before)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_and_the_smallest_numbers_stay_finite(name, dtype):
     largest = float(np.finfo(np.float16).max) if dtype == "float16" else float(np.finfo(np.float32).max)
@@ -191,9 +194,30 @@ def test_bytes_that_nobody_encoded_make_numbers_all_the_same(name, dtype):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_is_written_takes_about_half_the_bytes_of_16_bit_floats(name):
+def test_what_is_written_takes_about_half_the_bytes_of_16_bit_floats_or_a_quarter_for_int4(name):
     storage = make_storage(block_size=16, head_size=64)
-    assert 0.45 < make_format(name, storage).encoded_bytes / storage.block_bytes < 0.56
+    share = 0.25 if name == "int4" else 0.5
+    assert share - 0.05 < make_format(name, storage).encoded_bytes / storage.block_bytes < share + 0.06
+
+
+def test_two_int4_codes_share_a_byte_and_an_odd_one_has_its_own():
+    storage = make_storage("float32", block_size=3, heads=1, head_size=3, layers=1, layout="MLA")
+    made = make_format("int4", storage)
+    assert made.encoded_bytes == 5 + 2 * 3  # 9 elements, a scale for each of 3 tokens
+    write_all(storage, np.arange(27).reshape(1, 1, 9, 1, 3) * np.ones((1, 2, 1, 1, 1)))
+    before, after = pass_through(storage, "int4")
+    check("int4", before, after, storage)
+
+
+@pytest.mark.parametrize("exponent", [-9, 0, 7])
+def test_what_int4_can_say_comes_back_exactly(exponent):
+    storage = make_storage()
+    levels = np.random.default_rng(5).integers(-7, 8, SHAPE)
+    levels[:, 0, ::4] = 7
+    levels[:, 1, ..., 0] = -7
+    write_all(storage, levels * 2.0**exponent)
+    before, after = pass_through(storage, "int4")
+    np.testing.assert_array_equal(after, before)
 
 
 def test_int8_can_share_scales_otherwise():
@@ -237,8 +261,10 @@ def test_state_without_tokens_is_refused(name):
 
 def test_what_can_not_be_meant_is_refused():
     storage = make_storage()
-    with pytest.raises(InvalidArgumentError, match="no format 'int4'; there are raw, int8, fp8, low_rank"):
-        make_format("int4", storage)
+    with pytest.raises(
+        InvalidArgumentError, match="no format 'int2'; there are raw, int8, int4, fp8, low_rank"
+    ):
+        make_format("int2", storage)
     for name in ("int8:0.5", "low_rank:", "low_rank:x", "low_rank:0", "low_rank:1.5", "low_rank:nan"):
         with pytest.raises(InvalidArgumentError):
             make_format(name, storage)
@@ -277,6 +303,7 @@ def test_without_ml_dtypes_all_but_fp8_work():
     assert told.stdout.splitlines() == [
         "raw",
         "int8",
+        "int4",
         "writing blocks as fp8 needs ml_dtypes: pip install '.[formats]' in a checkout of kv_pool",
         "low_rank:0.5",
     ]

@@ -1,0 +1,145 @@
+"""`DevicePools`: several pools behind one `KVPoolProtocol`, with ids from 0 on and requests by device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.core.arguments import as_int, as_ints, as_list_of
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, PoolExhaustedError, UnknownDeviceError
+from kv_pool.protocol import BlockAllocationRequest, BlockInfo, KVPoolProtocol
+
+
+class DevicePools(KVPoolProtocol):
+    """The blocks of several devices under one series of ids; each request names its device, or any will do.
+
+        >>> from kv_pool import BlockAllocationRequest, GPUKVPool
+        >>> from kv_pool.adapter.device_pools import DevicePools
+        >>> pools = DevicePools([GPUKVPool(100, 16), GPUKVPool(50, 16, device_id=1)])
+        >>> ids = pools.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=7, device_id=1))
+        >>> [100 <= block_id < 150 for block_id in ids]
+        [True, True]
+        >>> pools.get_block_info(ids[0]).device_id, pools.get_free_blocks()
+        (1, 148)
+
+    Ids run from 0 to the sum of all blocks less 1: those of the first pool first. Block `n` of a pool is
+    `first + n - 1` here (`to_ids`), since block 0 of a pool is its null block. Everything but ids is each
+    pool's own: ask `pools[device_id]` for what is not here. Thread-safe, as the pools are.
+
+    Args:
+        pools: of distinct devices; they are connected to each other here where they are not yet. They keep
+            their sizes: `grow` and `shrink` would shift the ids.
+    Raises:
+        InvalidArgumentError: no pool, or two of one device, or of different block sizes.
+
+    Attributes:
+        pools: by device id.
+    """
+
+    def __init__(self, pools: Sequence[GPUKVPool]) -> None:
+        listed = as_list_of("pools", pools, GPUKVPool)
+        if not listed:
+            raise InvalidArgumentError("pools is empty; give one pool for each device")
+        for position, pool in enumerate(listed):
+            for other in listed[:position]:
+                pool.connect(other)
+        self.pools: dict[int, GPUKVPool] = {pool.device_id: pool for pool in listed}
+        self._firsts: dict[int, int] = {}
+        total_blocks = 0
+        for pool in listed:
+            self._firsts[pool.device_id] = total_blocks
+            total_blocks += pool.total_blocks
+        self.total_blocks = total_blocks
+
+    def to_ids(self, device_id: int, block_ids: Sequence[int]) -> list[int]:
+        """Return the ids here of a pool's blocks.
+
+        Raises:
+            UnknownDeviceError: there is no such pool.
+        """
+        before = self._firsts[self._find(device_id).device_id] - 1
+        return [before + block_id for block_id in block_ids]
+
+    def allocate(self, request: BlockAllocationRequest) -> list[int]:
+        """As `GPUKVPool.allocate` on the request's device; on None where the most blocks are free.
+
+        Raises:
+            As `GPUKVPool.allocate`; for a device of None, what the last of the pools raises.
+        """
+        if request.device_id is not None:
+            device_id = self._find(request.device_id).device_id
+            return self.to_ids(device_id, self.pools[device_id].allocate(request))
+        by_room = sorted(self.pools.values(), key=lambda pool: -pool.count_available(request.priority))
+        for pool in by_room[:-1]:
+            try:
+                return self.to_ids(pool.device_id, pool.allocate(request))
+            except PoolExhaustedError:
+                continue
+        return self.to_ids(by_room[-1].device_id, by_room[-1].allocate(request))
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """As `GPUKVPool.free`, on each device.
+
+        Raises:
+            As `GPUKVPool.free`: nothing has changed on that device, earlier ones' blocks are free.
+        """
+        by_device: dict[int, list[int]] = {}
+        for block_id in as_ints("block_ids", block_ids):
+            device_id, own_id = self._split(block_id)
+            by_device.setdefault(device_id, []).append(own_id)
+        for device_id, own_ids in by_device.items():
+            self.pools[device_id].free(own_ids)
+
+    def get_block_info(self, block_id: int) -> BlockInfo:
+        """What is known of a block, free or in use; its id is the one here."""
+        device_id, own_id = self._split(as_int("block_id", block_id))
+        return replace(self.pools[device_id].get_block_info(own_id), block_id=block_id)
+
+    def defragment(self) -> int:
+        """As `GPUKVPool.defragment`, of each pool; how many blocks changed their id in all."""
+        return sum(pool.defragment() for pool in self.pools.values())
+
+    def migrate_blocks(self, block_ids: Sequence[int], target_device_id: int) -> list[int]:
+        """As `GPUKVPool.migrate_blocks`, from the one device that they are on.
+
+        Raises:
+            InvalidArgumentError: they are on several devices, or on the target already. Nothing has changed.
+        """
+        target = self._find(target_device_id).device_id
+        placed = [self._split(block_id) for block_id in as_ints("block_ids", block_ids)]
+        devices = sorted({device_id for device_id, _ in placed})
+        if not devices:
+            return []
+        if len(devices) > 1 or devices == [target]:
+            raise InvalidArgumentError(
+                f"the blocks are on devices {devices}; migrate those of one device at a time to another one"
+            )
+        own_ids = [own_id for _, own_id in placed]
+        return self.to_ids(target, self.pools[devices[0]].migrate_blocks(own_ids, target))
+
+    def get_free_blocks(self) -> int:
+        """How many blocks are free on all devices together."""
+        return sum(pool.get_free_blocks() for pool in self.pools.values())
+
+    def get_fragmentation_rate(self) -> float:
+        """The pools' rates, each by its share of the free blocks; 0.0 where none is free."""
+        free = {pool: pool.get_free_blocks() for pool in self.pools.values()}
+        num_free = sum(free.values())
+        return (
+            sum(pool.get_fragmentation_rate() * count for pool, count in free.items()) / num_free
+            if num_free
+            else 0.0
+        )
+
+    def _find(self, device_id: int) -> GPUKVPool:
+        pool = self.pools.get(as_int("device_id", device_id))
+        if pool is None:
+            raise UnknownDeviceError(f"there is no device {device_id}; there are {sorted(self.pools)}")
+        return pool
+
+    def _split(self, block_id: int) -> tuple[int, int]:
+        """The device of a block, and its id in that device's pool."""
+        if 0 <= block_id < self.total_blocks:
+            for device_id, first in reversed(self._firsts.items()):
+                if block_id >= first:
+                    return device_id, block_id - first + 1
+        raise InvalidBlockError(f"block {block_id} is not one of 0 to {self.total_blocks - 1}")

@@ -1,0 +1,51 @@
+"""`open_pool`: an engine's pool from the TOML file that `kv-pool serve --config` takes."""
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from kv_pool.adapter.gpu_kv_pool import GPUKVPool
+from kv_pool.contiguous.defragmenter import Defragmentable, Defragmenter
+from kv_pool.control.serve_settings import ServeSettings, read_settings
+
+
+def open_pool(config: str, **options: Any) -> tuple[GPUKVPool, Defragmenter]:
+    """Return the pool that a TOML file describes, and what compacts it between steps.
+
+        # pool.toml                             pool, defragmenter = open_pool("pool.toml", storage=storage)
+        kv_pool_size = 10000                    ...
+        kv_block_size = 16                      defragmenter.step()    # between two steps of the engine
+        defrag_threshold = 0.2
+        defrag_interval = 60
+
+    One file does for `kv-pool serve --config` and for an engine; keys about a trace and about nodes are read
+    and not used here.
+
+    Args:
+        options: of `GPUKVPool`, such as `storage` and `on_moved`; they win over the file.
+    Raises:
+        InvalidArgumentError: as `read_settings`.
+    """
+    settings = read_settings(config, {})
+    pool = make_pool(settings, **options)
+    return pool, make_defragmenter(settings, pool)
+
+
+def make_pool(settings: ServeSettings, **options: Any) -> GPUKVPool:
+    """Return a pool of these sizes; see `open_pool`."""
+    named: dict[str, Any] = {"run_length": settings.run_length}
+    return GPUKVPool(settings.blocks, settings.block_size, **(named | options))
+
+
+def make_defragmenter(
+    settings: ServeSettings, pool: Defragmentable, clock: Callable[[], float] = monotonic
+) -> Defragmenter:
+    """Return what compacts a pool by these settings."""
+    return Defragmenter(
+        pool,
+        threshold=settings.compaction_threshold,
+        interval_s=settings.defrag_interval,
+        max_moves=settings.defrag_moves,
+        max_evictions=settings.max_evictions,
+        clock=clock,
+    )

@@ -1,0 +1,355 @@
+"""`BlockSpaceManager`: requests and swap by the names of vLLM 0.6's manager, for schedulers of groups."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kv_pool.core.arguments import as_int
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
+from kv_pool.ids import BlockHash
+from kv_pool.manager.admission import AllocStatus
+from kv_pool.manager.block_counts import count_blocks_touched_by_append, count_required_blocks
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.swap.plan import SwapPlan
+from kv_pool.manager.swap.swapper import BlockSwapper
+
+
+class GroupedSequence(Protocol):
+    """What is read of a sequence."""
+
+    seq_id: int
+
+    def get_token_ids(self) -> Sequence[int]:
+        """Prompt and output so far."""
+
+
+class SequenceGroup(Protocol):
+    """What is read of a group: the samples, or beams, of one prompt."""
+
+    def get_seqs(self) -> Sequence[GroupedSequence]:
+        """The sequences of the group that have not ended."""
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    """A sequence as the manager underneath sees it; nothing is cached, so its tokens are only counted."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    all_token_ids: Sequence[int] = ()
+    lora_request: Any = None
+    mm_features: Sequence[Any] | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class BlockSpaceManager:
+    """A `KVCacheManager` and a `BlockSwapper` under vLLM 0.6's names, with the naive allocator's behaviour.
+
+        >>> from types import SimpleNamespace
+        >>> from kv_pool.integrations.block_space_manager import BlockSpaceManager
+        >>> manager = BlockSpaceManager(block_size=4, num_gpu_blocks=6, num_cpu_blocks=6)
+        >>> seq = SimpleNamespace(seq_id=1, get_token_ids=lambda: range(10))
+        >>> group = SimpleNamespace(get_seqs=lambda: [seq])
+        >>> manager.can_allocate(group)
+        <AllocStatus.OK: 'ok'>
+        >>> manager.allocate(group)
+        >>> manager.swap_out(group), manager.can_swap_in(group, 0)
+        ([(0, 0), (1, 1), (2, 2)], <AllocStatus.OK: 'ok'>)
+
+    A group is admitted and swapped as one, all of its sequences or none. For prefix caching, several kinds of
+    attention and copies that take longer than a step use `KVCacheManager` and `BlockSwapper` themselves.
+
+    Its calls are made between two steps; a sequence's tokens count as computed when they have slots. Copies
+    are made in the order in which calls answer with them, before the step writes. Block ids run from 0, on
+    the device and on the host; those of `manager` and `swapper` are one higher.
+
+    What differs from vLLM's:
+
+    - The state of a sequence is where its blocks are: nowhere (waiting), on the device (running) or on the
+      host (swapped). `get_seqs()` is asked without a status.
+    - The watermark counts while others hold blocks: what fits alone is let in, where vLLM answers NEVER.
+    - An append of nothing touches no block, where vLLM counts one.
+    - What the caller does wrong, or does not ask about before, raises and changes nothing.
+
+    As vLLM's: what sequences of a group share is copied for each of them when they are swapped.
+
+    Args:
+        block_size: tokens per block.
+        num_gpu_blocks, num_cpu_blocks: blocks on the device and on the host.
+        watermark: share of the device's blocks that admission and swapping in leave free.
+
+    Attributes:
+        watermark_blocks: the same in blocks, rounded down.
+    """
+
+    def __init__(
+        self, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, watermark: float = 0.01
+    ) -> None:
+        self.block_size = as_int("block_size", block_size)
+        self.num_total_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
+        self.num_total_cpu_blocks = as_int("num_cpu_blocks", num_cpu_blocks)
+        for name in ("num_total_gpu_blocks", "num_total_cpu_blocks"):
+            if getattr(self, name) < 0:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it counts blocks, 0 or more")
+        if not 0 <= watermark < 1:
+            raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
+        self.watermark = watermark
+        self.watermark_blocks = int(watermark * self.num_total_gpu_blocks)
+        self.manager = KVCacheManager(BlockPool(self.num_total_gpu_blocks + 1, False, self.block_size))
+        self.swapper = BlockSwapper(
+            self.manager, BlockPool(self.num_total_cpu_blocks + 1, False, self.block_size, medium="CPU")
+        )
+        self._records: dict[int, _Record] = {}
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def get_num_free_gpu_blocks(self) -> int:
+        """Return how many blocks of the device are free."""
+        return self.manager.get_num_free_blocks()
+
+    def get_num_free_cpu_blocks(self) -> int:
+        """Return how many blocks of the host are free."""
+        return self.swapper.host_pool.get_num_free_blocks()
+
+    def get_block_table(self, seq: GroupedSequence) -> list[int]:
+        """Return the ids of the sequence's blocks, on the device or, if it is swapped, on the host.
+
+        Raises:
+            InvalidArgumentError: the sequence has no blocks.
+        """
+        record = self._find(seq)
+        ids = (
+            self.swapper.get_host_block_ids(record.request_id)
+            if self.swapper.is_swapped_out(record.request_id)
+            else self.manager.get_block_ids(record.request_id)
+        )
+        return [block_id - 1 for block_id in ids]
+
+    # ---- waiting -> running ----------------------------------------------------------------------
+
+    def can_allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
+        """Whether `allocate` with the same arguments would succeed; changes nothing.
+
+        Raises:
+            InvalidArgumentError: a sequence of the group has blocks, or they differ in length.
+        """
+        _, num_tokens = self._check_waiting(seq_group)
+        need = count_required_blocks(num_tokens, num_lookahead_slots, self.block_size)
+        return self._judge_gpu(need)
+
+    def allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> None:
+        """Give slots to all tokens of the group's prompt; its sequences share them.
+
+        Raises:
+            OutOfBlocksError: `can_allocate` does not answer OK.
+            InvalidArgumentError: as `can_allocate`. In both cases nothing has changed.
+        Cost: O(blocks and sequences).
+        """
+        seqs, num_tokens = self._check_waiting(seq_group)
+        status = self.can_allocate(seq_group, num_lookahead_slots)
+        if status is not AllocStatus.OK:
+            need = count_required_blocks(num_tokens, num_lookahead_slots, self.block_size)
+            raise OutOfBlocksError(
+                f"the group needs {need} blocks, {self.get_num_free_gpu_blocks()} are free of "
+                f"{self.num_total_gpu_blocks}, {self.watermark_blocks} of which stay free; "
+                f"can_allocate() answers {status.name}"
+            )
+        first = _Record(str(seqs[0].seq_id), num_tokens)
+        self.manager.allocate_slots(first, num_tokens, num_lookahead_tokens=num_lookahead_slots)
+        first.num_computed_tokens = num_tokens
+        self._records[seqs[0].seq_id] = first
+        for seq in seqs[1:]:
+            self.fork(seqs[0], seq)
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    def can_append_slots(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> bool:
+        """Whether `append_slots` would succeed for each running sequence of the group; changes nothing.
+
+        Each block that an append touches counts as one: a new one, or a copy of one that is shared.
+        """
+        num_touched = sum(
+            self._count_touched(seq, record, num_lookahead_slots) for seq, record in self._list(seq_group)
+        )
+        return num_touched <= self.get_num_free_gpu_blocks()
+
+    def append_slots(self, seq: GroupedSequence, num_lookahead_slots: int = 0) -> list[tuple[int, int]]:
+        """Give slots to the tokens that the sequence has got since.
+
+        Returns:
+            Block copies to make, (source, target): of blocks that it shared and is about to write to.
+        Raises:
+            OutOfBlocksError: too few blocks are free; ask `can_append_slots` first.
+            InvalidArgumentError: the sequence is not running, or has fewer tokens than before. In both cases
+                nothing has changed.
+        """
+        record = self._find(seq)
+        if not self.manager.holds_blocks(record.request_id):
+            raise InvalidArgumentError(f"sequence {seq.seq_id} is swapped out; swap_in() its group first")
+        num_new = self._count_unseen(seq, record)
+        num_before = record.num_tokens
+        record.num_tokens += num_new
+        try:
+            added = self.manager.allocate_slots(record, num_new, num_lookahead_tokens=num_lookahead_slots)
+            if added is None:
+                raise OutOfBlocksError(
+                    f"sequence {seq.seq_id} has {num_new} new tokens, {self.get_num_free_gpu_blocks()} "
+                    "blocks are free; ask can_append_slots() first, and preempt or swap out others"
+                )
+        except BaseException:
+            record.num_tokens = num_before
+            raise
+        record.num_computed_tokens = record.num_tokens
+        return [(move.source - 1, move.target - 1) for move in self.manager.take_block_copies()]
+
+    def fork(self, parent_seq: GroupedSequence, child_seq: GroupedSequence) -> None:
+        """Let a sequence without blocks share those of another one; each copies what it writes to.
+
+        Raises:
+            InvalidArgumentError: the parent is not running, the child has blocks or fewer tokens than the
+                parent has slots for. Nothing has changed.
+        """
+        parent = self._find(parent_seq)
+        if child_seq.seq_id in self._records:
+            raise InvalidArgumentError(f"sequence {child_seq.seq_id} has blocks already")
+        if len(child_seq.get_token_ids()) < parent.num_tokens:
+            raise InvalidArgumentError(
+                f"sequence {child_seq.seq_id} has {len(child_seq.get_token_ids())} tokens, its parent "
+                f"{parent_seq.seq_id} has slots for {parent.num_tokens}"
+            )
+        child = _Record(str(child_seq.seq_id), parent.num_tokens, parent.num_computed_tokens)
+        self.manager.fork(parent, child)
+        self._records[child_seq.seq_id] = child
+
+    def free(self, seq: GroupedSequence) -> None:
+        """Give the sequence's blocks back, wherever they are; nothing happens if it has none."""
+        record = self._records.get(seq.seq_id)
+        if record is None:
+            return
+        if self.swapper.is_swapped_out(record.request_id):
+            self.swapper.drop(record)
+        else:
+            self.manager.free(record)
+        del self._records[seq.seq_id]
+
+    # ---- running <-> swapped ---------------------------------------------------------------------
+
+    def can_swap_out(self, seq_group: SequenceGroup) -> bool:
+        """Whether the host has room for all blocks of the group's running sequences; changes nothing."""
+        need = sum(len(self.get_block_table(seq)) for seq, _ in self._list(seq_group))
+        return need <= self.get_num_free_cpu_blocks()
+
+    def swap_out(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
+        """Move the group's running sequences to the host.
+
+        Returns:
+            Copies to make, (device block, host block), before any of these device blocks is written.
+        Raises:
+            OutOfBlocksError: `can_swap_out` answers False. Nothing has changed.
+        """
+        if not self.can_swap_out(seq_group):
+            raise OutOfBlocksError(
+                f"the host has {self.get_num_free_cpu_blocks()} free blocks of {self.num_total_cpu_blocks}, "
+                "too few for the group; free its sequences instead"
+            )
+        running = self._list(seq_group)
+        return self._commit_all(self.swapper.swap_out(record) for _, record in running)
+
+    def can_swap_in(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
+        """Whether `swap_in` would succeed and leave room for the group's next tokens; changes nothing.
+
+        Returns:
+            OK, LATER while others hold too many blocks, or NEVER for more blocks than the device has.
+        """
+        need = 0
+        for seq, record in self._list(seq_group, is_swapped=True):
+            num_held = len(self.get_block_table(seq))
+            num_tokens = record.num_tokens + self._count_unseen(seq, record)
+            num_needed = count_required_blocks(num_tokens, num_lookahead_slots, self.block_size)
+            need += max(num_held, num_needed)
+        return self._judge_gpu(need)
+
+    def swap_in(self, seq_group: SequenceGroup) -> list[tuple[int, int]]:
+        """Move the group's swapped sequences back to the device.
+
+        Returns:
+            Copies to make, (host block, device block), before the step reads or writes them.
+        Raises:
+            OutOfBlocksError: `can_swap_in` does not answer OK. Nothing has changed.
+        """
+        status = self.can_swap_in(seq_group)
+        if status is not AllocStatus.OK:
+            raise OutOfBlocksError(
+                f"{self.get_num_free_gpu_blocks()} blocks are free of {self.num_total_gpu_blocks}, "
+                f"{self.watermark_blocks} of which stay free; can_swap_in() answers {status.name}"
+            )
+        swapped = self._list(seq_group, is_swapped=True)
+        return self._commit_all(self.swapper.swap_in(record, num_new_tokens=0) for _, record in swapped)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _commit_all(self, plans: Iterable[SwapPlan | None]) -> list[tuple[int, int]]:
+        moves = []
+        for plan in plans:
+            assert plan is not None, "the group was found to fit"
+            moves += [(move.source - 1, move.target - 1) for move in plan.moves]
+            plan.commit()
+        return moves
+
+    def _find(self, seq: GroupedSequence) -> _Record:
+        record = self._records.get(seq.seq_id)
+        if record is None:
+            raise InvalidArgumentError(f"sequence {seq.seq_id} has no blocks; allocate() its group first")
+        return record
+
+    def _list(
+        self, seq_group: SequenceGroup, is_swapped: bool = False
+    ) -> list[tuple[GroupedSequence, _Record]]:
+        """The sequences of the group that are on the device, or on the host."""
+        known = [
+            (seq, self._records[seq.seq_id]) for seq in seq_group.get_seqs() if seq.seq_id in self._records
+        ]
+        return [
+            (seq, record)
+            for seq, record in known
+            if self.swapper.is_swapped_out(record.request_id) == is_swapped
+        ]
+
+    def _check_waiting(self, seq_group: SequenceGroup) -> tuple[list[GroupedSequence], int]:
+        """The sequences of a group that is to be admitted, and how many tokens each has."""
+        seqs = list(seq_group.get_seqs())
+        lengths = {len(seq.get_token_ids()) for seq in seqs}
+        if len(lengths) != 1:
+            raise InvalidArgumentError(
+                f"the group's sequences have {sorted(lengths)} tokens; a group has one prompt"
+            )
+        for seq in seqs:
+            if seq.seq_id in self._records:
+                raise InvalidArgumentError(f"sequence {seq.seq_id} has blocks already; free() it first")
+        return seqs, lengths.pop()
+
+    def _count_unseen(self, seq: GroupedSequence, record: _Record) -> int:
+        """Tokens that have no slots yet."""
+        num_unseen = len(seq.get_token_ids()) - record.num_tokens
+        if num_unseen < 0:
+            raise InvalidArgumentError(
+                f"sequence {seq.seq_id} has {-num_unseen} tokens less than it has slots for; tokens are only "
+                "appended"
+            )
+        return num_unseen
+
+    def _count_touched(self, seq: GroupedSequence, record: _Record, num_lookahead_slots: int) -> int:
+        num_unseen = self._count_unseen(seq, record)
+        return count_blocks_touched_by_append(
+            record.num_tokens, num_unseen, num_lookahead_slots, self.block_size
+        )
+
+    def _judge_gpu(self, need: int) -> AllocStatus:
+        if need > self.num_total_gpu_blocks:
+            return AllocStatus.NEVER
+        to_leave = self.watermark_blocks if self.manager.list_request_ids() else 0
+        return AllocStatus.OK if need <= self.get_num_free_gpu_blocks() - to_leave else AllocStatus.LATER

@@ -1,0 +1,222 @@
+"""`PagedTransformerLayer`, `PagedInferenceEngine`: a small model whose keys and values are in blocks.
+
+This file needs torch. It is for reading and for experiments, one sequence at a time; models of transformers
+run on blocks by `PagedCache`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator
+
+_BLOCK_SIZE = 16
+_KV_SHARE = 0.7
+
+
+class PagedAttention:
+    """Attention of a sequence's last tokens over all of its tokens, which are in an allocator's blocks."""
+
+    def __init__(self, allocator: KVCacheAllocator, layer: int = 0) -> None:
+        self.allocator = allocator
+        self.layer = layer
+
+    def update_kv_cache(self, k_values: Any, v_values: Any, sequence_id: int, position: int) -> None:
+        """Store K and V of the tokens from `position` on; the sequence is extended where it ends before them.
+
+        Args:
+            k_values, v_values: (num_heads, head_dim) for one token, or (num_tokens, num_heads, head_dim).
+        Raises:
+            As `KVCacheAllocator.extend_sequence`; InvalidArgumentError: there is a gap before `position`.
+        """
+        if k_values.dim() == 2:
+            k_values, v_values = k_values[None], v_values[None]
+        table = self.allocator.find(sequence_id)
+        if position > table.length:
+            raise InvalidArgumentError(
+                f"sequence {sequence_id} has {table.length} tokens; the next one is at {table.length}, "
+                f"not at {position}"
+            )
+        num_missing = position + len(k_values) - table.length
+        if num_missing > 0:
+            self.allocator.extend_sequence(sequence_id, num_missing)
+        self.allocator.write(self.layer, sequence_id, position, k_values, v_values)
+
+    def compute_attention(self, query: Any, sequence_id: int, context_length: int) -> Any:
+        """Attend to the first `context_length` tokens; the queries are those of the last among them.
+
+        Args:
+            query: (num_heads, head_dim) for one token, or (num_tokens, num_heads, head_dim).
+        Returns:
+            The same shape.
+        """
+        queries = query[None] if query.dim() == 2 else query
+        key, value = self.allocator.read(self.layer, sequence_id, context_length)
+        output = attend(queries, key.to(queries.dtype), value.to(queries.dtype))
+        return output[0] if query.dim() == 2 else output
+
+
+def attend(query: Any, key: Any, value: Any) -> Any:
+    """Causal attention: (num_queries, heads, dim) over (num_tokens, heads, dim); the last tokens ask."""
+    num_queries, num_tokens = len(query), len(key)
+    positions = torch.arange(num_tokens, device=query.device)
+    is_seen = positions[None, :] <= positions[num_tokens - num_queries :, None]
+    heads_first = [tensor.transpose(0, 1) for tensor in (query, key, value)]
+    return scaled_dot_product_attention(*heads_first, attn_mask=is_seen).transpose(0, 1)
+
+
+class PagedTransformerLayer(nn.Module):  # type: ignore[misc]
+    """One transformer layer, K and V of which are in blocks.
+
+    Args:
+        layer: of the allocator's storage; each layer of a model has its own.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, allocator: KVCacheAllocator, layer: int = 0) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise InvalidArgumentError(f"d_model is {d_model}, which {n_heads} heads cannot share")
+        self.d_model = d_model
+        self.n_heads = n_heads
+        self.head_dim = d_model // n_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.paged_attention = PagedAttention(allocator, layer)
+        self.ffn = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
+        self.attn_norm = nn.LayerNorm(d_model)
+        self.ffn_norm = nn.LayerNorm(d_model)
+
+    def forward(self, x: Any, sequence_id: int, position: int, use_kv_cache: bool = True) -> Any:
+        """Compute consecutive tokens of one sequence.
+
+        Args:
+            x: (num_tokens, d_model).
+            position: of the first of them.
+            use_kv_cache: store K and V, and attend to all earlier tokens; False: attend among `x` only.
+        Returns:
+            (num_tokens, d_model).
+        """
+        normed = self.attn_norm(x)
+        query, key, value = (
+            projection(normed).view(len(x), self.n_heads, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if use_kv_cache:
+            storage_dtype = getattr(torch, self.paged_attention.allocator.storage.dtype)
+            self.paged_attention.update_kv_cache(
+                key.to(storage_dtype), value.to(storage_dtype), sequence_id, position
+            )
+            attended = self.paged_attention.compute_attention(query, sequence_id, position + len(x))
+        else:
+            attended = attend(query, key, value)
+        x = x + self.o_proj(attended.reshape(len(x), self.d_model))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+@dataclass
+class ActiveSequence:
+    """What an engine knows of a sequence: the last layer's output for its last token, and its length."""
+
+    hidden_state: Any
+    length: int
+
+
+class PagedInferenceEngine:
+    """Layers over one allocator, as many blocks as 70 % of the memory hold: create, generate, free.
+
+    What goes in and comes out are vectors; embeddings and vocabulary are the caller's.
+
+    Args:
+        model_config: `n_layers`, `d_model`, `n_heads` and `head_dim`.
+        gpu_memory_gb: GiB of the device, for which blocks of 16 tokens are counted.
+        dtype, device: of K and V and of the layers. Blocks are counted by the dtype's size.
+
+    Attributes:
+        allocator, layers: blocks, and the modules, with random weights.
+        active_sequences: by number.
+    """
+
+    def __init__(
+        self,
+        model_config: Mapping[str, int],
+        gpu_memory_gb: float = 24,
+        *,
+        dtype: str = "float16",
+        device: str = "cpu",
+    ) -> None:
+        heads, head_dim = model_config["n_heads"], model_config["head_dim"]
+        torch_dtype = getattr(torch, dtype)
+        total_blocks = KVCacheAllocator.count_blocks(
+            gpu_memory_gb * 2**30 * _KV_SHARE,
+            _BLOCK_SIZE,
+            model_config["n_layers"],
+            heads,
+            head_dim,
+            torch_dtype.itemsize,
+        )
+        self.model_config = dict(model_config)
+        self.allocator = KVCacheAllocator(
+            total_blocks,
+            _BLOCK_SIZE,
+            heads,
+            head_dim,
+            num_layers=model_config["n_layers"],
+            dtype=dtype,
+            device=device,
+            library="torch",
+        )
+        self.layers = nn.ModuleList(
+            PagedTransformerLayer(model_config["d_model"], heads, self.allocator, layer)
+            for layer in range(model_config["n_layers"])
+        ).to(device, torch_dtype)
+        self.active_sequences: dict[int, ActiveSequence] = {}
+        self._next_id = 0
+
+    def create_sequence(self, prompt: Any) -> int:
+        """Compute a prompt, (num_tokens, d_model), and return the new sequence's number.
+
+        Raises:
+            InvalidArgumentError: an empty prompt.
+            PoolExhaustedError: too few blocks are free. Nothing has changed.
+        """
+        if not len(prompt):
+            raise InvalidArgumentError("the prompt is empty; it needs a token")
+        sequence_id = self._next_id
+        self.allocator.allocate_sequence(sequence_id, len(prompt))
+        self._next_id += 1
+        hidden = self._compute(prompt, sequence_id, 0)
+        self.active_sequences[sequence_id] = ActiveSequence(hidden[-1], len(prompt))
+        return sequence_id
+
+    def generate_token(self, sequence_id: int) -> Any:
+        """Compute the last output as the next token, and return what comes of it: (d_model,).
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            PoolExhaustedError: it needs a block and none is free. Nothing has changed.
+        """
+        sequence = self.active_sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"there is no sequence {sequence_id}; create_sequence() it first")
+        hidden = self._compute(sequence.hidden_state[None], sequence_id, sequence.length)
+        self.active_sequences[sequence_id] = ActiveSequence(hidden[-1], sequence.length + 1)
+        return hidden[-1]
+
+    def free_sequence(self, sequence_id: int) -> None:
+        """End a sequence and free its blocks.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence: freed twice?
+        """
+        self.allocator.free_sequence(sequence_id)
+        del self.active_sequences[sequence_id]
+
+    def _compute(self, hidden: Any, sequence_id: int, position: int) -> Any:
+        with torch.no_grad():
+            for layer in self.layers:
+                hidden = layer(hidden, sequence_id, position)
+        return hidden

@@ -1,0 +1,189 @@
+"""`read_machine`: NUMA nodes, accelerators and what connects them, as the system and its driver tell it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")
+"""PCI classes: VGA controller, 3D controller, processing accelerator."""
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_MAX_NVLINKS = 36
+
+
+class NumaNode(msgspec.Struct, frozen=True):
+    """Memory and processors that are near each other.
+
+    Attributes:
+        cpus: as Linux writes them, `0-15,32-47`.
+        memory_bytes: 0 where the system does not say.
+    """
+
+    node_id: int
+    cpus: str
+    memory_bytes: int
+
+
+class Accelerator(msgspec.Struct, frozen=True):
+    """A GPU, or the like.
+
+    Attributes:
+        pci_address: `0000:3b:00.0`.
+        numa_node: the nearest; None where the system does not say.
+        name: of the model, by NVML; else the vendor's.
+        uuid, memory_bytes: by NVML; "" and 0 without it.
+        links: NVLinks to other accelerators by their PCI address, and to `switch`; how many.
+    """
+
+    pci_address: str
+    numa_node: int | None
+    name: str
+    uuid: str = ""
+    memory_bytes: int = 0
+    links: dict[str, int] = {}
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What a machine tells of itself. What lies beyond it (rack, network) has to be typed in.
+
+    Attributes:
+        host: its name.
+        has_nvml: the driver of NVIDIA's GPUs was asked.
+    """
+
+    host: str
+    numa_nodes: list[NumaNode]
+    accelerators: list[Accelerator]
+    has_nvml: bool
+
+    def name_memory(self, cpus: set[int]) -> str:
+        """Return `numa1` where all of these processors are near one of several NUMA nodes; else ""."""
+        homes = {node.node_id for node in self.numa_nodes if cpus & set(_read_cpus(node.cpus))}
+        return f"numa{homes.pop()}" if len(homes) == 1 and len(self.numa_nodes) > 1 else ""
+
+
+def read_machine(sysfs: str | Path = "/sys", nvml: Any = None) -> Machine:
+    """Read what the system knows of its NUMA nodes and accelerators. What it does not tell is left out.
+
+    Args:
+        sysfs: where Linux shows its devices.
+        nvml: a module with NVML's functions; None for `pynvml`, if it is installed and finds a driver.
+    Cost: some small files; with NVML a call for each possible link.
+    """
+    devices = Path(sysfs) / "bus" / "pci" / "devices"
+    found = {device.pci_address: device for device in _list_pci(devices)}
+    library = _load_nvml() if nvml is None else nvml
+    if library is not None:
+        for device in _list_nvml(library):
+            known = found.get(device.pci_address)
+            numa_node = None if known is None else known.numa_node
+            found[device.pci_address] = msgspec.structs.replace(device, numa_node=numa_node)
+    nodes = _list_numa(Path(sysfs) / "devices" / "system" / "node")
+    accelerators = [found[address] for address in sorted(found)]
+    return Machine(socket.gethostname(), list(nodes), accelerators, library is not None)
+
+
+def name_device(storage_device: str, machine: Machine) -> str:
+    """Return what `NodeLocation.device` says of a storage's device, as far as the machine tells it.
+
+    Host memory is named after its NUMA node where this process is bound to one of several, a GPU of torch
+    after its UUID; "" for what is not known.
+    """
+    if storage_device == "cpu":
+        return machine.name_memory(_get_affinity())
+    if not storage_device.startswith("cuda"):
+        return ""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(storage_device), "uuid", None)
+    return "" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+
+
+def _get_affinity() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _read(path: Path) -> str:
+    """A small file's text; "" where it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _read_cpus(text: str) -> Iterator[int]:
+    """The numbers in `0-3,8`."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            yield from range(int(first), int(last if last.isdigit() else first) + 1)
+
+
+def _list_numa(folder: Path) -> Iterator[NumaNode]:
+    for path in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
+        # "Node 0 MemTotal:       65843364 kB"
+        lines = _read(path / "meminfo").splitlines()
+        words = next((line.split() for line in lines if "MemTotal" in line), [])
+        kilobytes = next((int(word) for word in words[3:] if word.isdigit()), 0)
+        yield NumaNode(int(path.name.removeprefix("node")), _read(path / "cpulist"), kilobytes * 1024)
+
+
+def _list_pci(folder: Path) -> Iterator[Accelerator]:
+    for path in sorted(folder.glob("*")):
+        vendor = _VENDORS.get(_read(path / "vendor"))
+        if vendor is not None and _read(path / "class").startswith(_DISPLAY_CLASSES):
+            numa = _read(path / "numa_node")
+            yield Accelerator(path.name.lower(), int(numa) if numa.isdigit() else None, vendor)
+
+
+def _load_nvml() -> Any:
+    """`pynvml`, ready to be asked; None where there is none, or no driver."""
+    try:
+        library = import_module("pynvml")
+        library.nvmlInit()
+    except Exception:  # each kind of machine without a driver raises another error
+        return None
+    return library
+
+
+def _list_nvml(nvml: Any) -> Iterator[Accelerator]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        yield Accelerator(
+            _to_address(nvml.nvmlDeviceGetPciInfo(handle).busId),
+            None,
+            _to_text(nvml.nvmlDeviceGetName(handle)),
+            _to_text(nvml.nvmlDeviceGetUUID(handle)),
+            int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            _count_links(nvml, handle),
+        )
+
+
+def _count_links(nvml: Any, handle: Any) -> dict[str, int]:
+    links: dict[str, int] = {}
+    for link in range(_MAX_NVLINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+            is_gpu = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == 0
+            peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId if is_gpu else "switch"
+        except nvml.NVMLError:
+            continue  # the device has fewer links, or none
+        name = _to_address(peer) if is_gpu else "switch"
+        links[name] = links.get(name, 0) + 1
+    return links
+
+
+def _to_text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _to_address(bus_id: str | bytes) -> str:
+    """NVML's `00000000:3B:00.0` as Linux writes it."""
+    return _to_text(bus_id).lower()[-12:]

@@ -1,0 +1,81 @@
+"""`AllocationMonitor`: what a pool held at several moments."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from kv_pool.core.clock import read_clock
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.reports.statistics import PoolStatistics
+
+
+class HasStatistics(Protocol):
+    """A pool that reports of itself: `GPUKVPool`, `ControlledManager`."""
+
+    def get_statistics(self) -> PoolStatistics:
+        """Counts and shares at one moment."""
+
+
+class AllocationState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool held at one moment.
+
+    Attributes:
+        timestamp: seconds of the monitor's clock.
+        active_sequences: None where the pool does not count them.
+        fragmentation_rate: share of the free blocks that cannot serve a run, 0 to 1.
+        utilization: share of the blocks that is in use, 0 to 1.
+    """
+
+    timestamp: float
+    free_blocks: int
+    used_blocks: int
+    active_sequences: int | None
+    fragmentation_rate: float
+    utilization: float
+
+
+class AllocationMonitor:
+    """Takes down the state of a pool whenever it is asked to, and keeps the last ones.
+
+        >>> from kv_pool import BlockAllocationRequest, GPUKVPool
+        >>> from kv_pool.reports.allocation_monitor import AllocationMonitor
+        >>> pool = GPUKVPool(100, 16)
+        >>> monitor = AllocationMonitor(pool)
+        >>> _ = pool.allocate(BlockAllocationRequest(num_blocks=25, sequence_id=1))
+        >>> _ = monitor.log_allocation_state()
+        >>> monitor.history[-1].used_blocks, monitor.history[-1].active_sequences
+        (25, 1)
+
+    Args:
+        max_states: how many are kept; the oldest goes first.
+        clock: seconds, for timestamps.
+
+    Attributes:
+        history: oldest first.
+    """
+
+    def __init__(
+        self, pool: HasStatistics, max_states: int = 10_000, *, clock: Callable[[], float] = read_clock
+    ) -> None:
+        if max_states < 1:
+            raise InvalidArgumentError(f"max_states is {max_states}; a monitor keeps at least 1")
+        self.pool = pool
+        self.history: deque[AllocationState] = deque(maxlen=max_states)
+        self._clock = clock
+
+    def log_allocation_state(self) -> AllocationState:
+        """Append the state of this moment to `history`, and return it. Costs a `get_statistics()`."""
+        now = self._clock()
+        statistics = self.pool.get_statistics()
+        state = AllocationState(
+            timestamp=now,
+            free_blocks=statistics.free_blocks,
+            used_blocks=statistics.used_blocks,
+            active_sequences=statistics.num_sequences,
+            fragmentation_rate=statistics.fragmentation_rate,
+            utilization=statistics.utilization,
+        )
+        self.history.append(state)
+        return state

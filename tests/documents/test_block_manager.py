@@ -1,0 +1,282 @@
+"""The report on a block manager for one GPU (hash map, reference counts, preemption), call by call.
+
+Its order is kept: the manager's attributes, hashes, `allocate`, `deallocate`, a scheduler over them, counts.
+Of its activation buffers (a pool of 128 MB in C++) there is nothing here: they hold no KV.
+"""
+
+import random
+from collections import deque
+
+import pytest
+from integrations.made_sequence import MadeSequence
+
+from kv_pool import BlockHasher, InvalidArgumentError
+from kv_pool.core import invariants
+from kv_pool.integrations.nano_vllm import BlockManager
+
+BLOCK_SIZE = 16
+
+
+def make_sequence(token_ids, seq_id=0):
+    return MadeSequence(token_ids, block_size=BLOCK_SIZE, seq_id=seq_id)
+
+
+def find_by_hashes(manager, token_ids):
+    """The report's own lookup: hash block after block, and ask the map; -1 ends it."""
+    found = []
+    block_hash = -1
+    for start in range(0, len(token_ids) - len(token_ids) % BLOCK_SIZE, BLOCK_SIZE):
+        tokens = list(token_ids[start : start + BLOCK_SIZE])
+        block_hash = manager.compute_hash(tokens, block_hash)
+        block_id = manager.hash_to_block_id.get(block_hash, -1)
+        if block_id == -1 or manager.blocks[block_id].token_ids != tokens:
+            break
+        found.append(block_id)
+    return found
+
+
+# ---- the attributes ------------------------------------------------------------------------------
+
+
+def test_a_new_manager_has_all_blocks_free_and_none_hashed():
+    manager = BlockManager(num_blocks=8, block_size=BLOCK_SIZE)
+    assert manager.block_size == 16
+    assert [block.block_id for block in manager.blocks] == list(range(8))
+    assert all((block.ref_count, block.hash, block.token_ids) == (0, -1, []) for block in manager.blocks)
+    assert manager.hash_to_block_id == {}
+    assert list(manager.free_block_ids) == list(range(8))
+    assert manager.free_block_ids[0] == 0
+    assert manager.used_block_ids == set()
+
+
+def test_the_block_that_is_taken_next_is_the_first_free_one():
+    manager = BlockManager(8, BLOCK_SIZE)
+    first, second, *_ = manager.free_block_ids
+    seq = make_sequence(range(20))
+    manager.allocate(seq)
+    assert seq.block_table == [first, second]
+    assert manager.free_block_ids[0] == 2
+    assert manager.free_block_ids[-1] == 7
+    assert manager.free_block_ids[1:3] == [3, 4]
+    with pytest.raises(IndexError):
+        manager.free_block_ids[6]
+    with pytest.raises(IndexError):
+        manager.blocks[8]
+    assert [block.block_id for block in manager.blocks[-2:]] == [6, 7]
+
+
+# ---- hashes --------------------------------------------------------------------------------------
+
+
+def test_a_hash_stands_for_the_tokens_and_everything_before_them():
+    manager = BlockManager(8, BLOCK_SIZE)
+    tokens = list(range(16))
+    head = manager.compute_hash(tokens)
+    assert head == manager.compute_hash(tokens, -1) == BlockManager.compute_hash(tokens)
+    assert manager.compute_hash(tokens, head) != head
+    assert BlockManager.compute_hash(tokens, head) == manager.compute_hash(tokens, head)
+    assert head != manager.compute_hash([*tokens[:-1], 99])
+
+
+def test_a_manager_with_a_hasher_of_its_own_hashes_by_that_one():
+    manager = BlockManager(8, BLOCK_SIZE, hasher=BlockHasher("sha256", "s", BLOCK_SIZE))
+    tokens = list(range(16))
+    manager.allocate(make_sequence(tokens))
+    assert list(manager.hash_to_block_id) == [manager.compute_hash(tokens)]
+    assert manager.compute_hash(tokens) != BlockManager.compute_hash(tokens)
+
+
+def test_only_full_blocks_have_a_hash():
+    manager = BlockManager(8, BLOCK_SIZE)
+    with pytest.raises(InvalidArgumentError, match="token_ids has 3 tokens; only full blocks, of 16"):
+        manager.compute_hash([1, 2, 3])
+    with pytest.raises(InvalidArgumentError, match="prefix is -2"):
+        manager.compute_hash(range(16), -2)
+    with pytest.raises(KeyError):
+        manager.hash_to_block_id[-1]
+    assert manager.hash_to_block_id.get(2**128, -1) == -1
+
+
+# ---- allocate and deallocate ---------------------------------------------------------------------
+
+
+def test_sequences_share_the_blocks_of_their_common_prefix():
+    manager = BlockManager(8, BLOCK_SIZE)
+    first, second = make_sequence(range(40)), make_sequence([*range(32), 90, 91])
+    manager.allocate(first)
+    assert (first.block_table, first.num_cached_tokens) == ([0, 1, 2], 0)
+    assert find_by_hashes(manager, second.token_ids) == [0, 1]
+    manager.allocate(second)
+    assert (second.block_table, second.num_cached_tokens) == ([0, 1, 3], 32)
+    assert [block.ref_count for block in manager.blocks] == [2, 2, 1, 1, 0, 0, 0, 0]
+    assert manager.used_block_ids == {0, 1, 2, 3}
+    assert 3 in manager.used_block_ids
+    assert 4 not in manager.used_block_ids
+    assert manager.blocks[1].token_ids == list(range(16, 32))
+    assert (manager.blocks[2].hash, manager.blocks[2].token_ids) == (-1, [])
+    assert sorted(manager.hash_to_block_id.values()) == [0, 1]
+    assert all(manager.blocks[at].hash == key for key, at in manager.hash_to_block_id.items())
+
+
+def test_a_block_is_free_when_its_last_sequence_gives_it_back_and_can_still_be_hit():
+    manager = BlockManager(8, BLOCK_SIZE)
+    first, second = make_sequence(range(40)), make_sequence([*range(32), 90, 91])
+    manager.allocate(first)
+    manager.allocate(second)
+    manager.deallocate(first)
+    assert (first.block_table, first.num_cached_tokens) == ([], 0)
+    assert [block.ref_count for block in manager.blocks[:4]] == [1, 1, 0, 1]
+    assert manager.used_block_ids == {0, 1, 3}
+    manager.deallocate(second)
+    assert manager.used_block_ids == set()
+    assert list(manager.free_block_ids) == [4, 5, 6, 7, 2, 3, 1, 0]
+    again = make_sequence(range(32))
+    manager.allocate(again)
+    assert (again.block_table, again.num_cached_tokens) == ([0, 1], 32)
+
+
+def test_a_block_that_is_reused_loses_its_entry_in_the_map():
+    """The report leaves the old hash in its map and compares that one block's tokens: what came before may
+    differ. Here a hash is in the map exactly as long as its block can be hit.
+    """
+    manager = BlockManager(2, BLOCK_SIZE)
+    old, new = make_sequence(range(32)), make_sequence(range(100, 132))
+    manager.allocate(old)
+    old_hashes = set(manager.hash_to_block_id)
+    manager.deallocate(old)
+    assert set(manager.hash_to_block_id) == old_hashes
+    manager.allocate(new)
+    assert not old_hashes & set(manager.hash_to_block_id)
+    assert len(manager.hash_to_block_id) == 2
+
+
+# ---- room ----------------------------------------------------------------------------------------
+
+
+def test_a_sequence_is_let_in_if_all_its_blocks_are_free():
+    manager = BlockManager(4, BLOCK_SIZE)
+    assert manager.can_allocate(make_sequence(range(64)))
+    assert not manager.can_allocate(make_sequence(range(65)))
+    manager.allocate(make_sequence(range(17)))
+    assert manager.can_allocate(make_sequence(range(100, 132)))
+    assert not manager.can_allocate(make_sequence(range(100, 133)))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_only_the_first_token_of_a_block_needs_a_free_one(block_size):
+    """The report asks whether the length modulo the block size is 1, which blocks of one token never fulfil;
+    here each of their tokens needs a block.
+    """
+    manager = BlockManager(1, block_size)
+    seq = MadeSequence(range(block_size), block_size=block_size)
+    manager.allocate(seq)
+    assert manager.can_append(seq)
+    seq.append_token(7)
+    assert not manager.can_append(seq)
+
+
+# ---- a scheduler ---------------------------------------------------------------------------------
+
+
+class TwoPhaseScheduler:
+    """Prefills what waits as long as it fits, else decodes; the last to come is preempted."""
+
+    def __init__(self, manager, max_num_seqs=256, max_num_batched_tokens=4096):
+        self.block_manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting = deque()
+        self.running = deque()
+        self.num_preempted = 0
+
+    def schedule(self):
+        scheduled, num_tokens = [], 0
+        while self.waiting and len(scheduled) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if not self.block_manager.can_allocate(seq):
+                break
+            if num_tokens + len(seq) > self.max_num_batched_tokens:
+                break
+            self.block_manager.allocate(seq)
+            num_tokens += len(seq) - seq.num_cached_tokens
+            scheduled.append(self.waiting.popleft())
+        if scheduled:
+            self.running.extend(scheduled)
+            return scheduled, True
+        while self.running and len(scheduled) < self.max_num_seqs:
+            seq = self.running.popleft()
+            while not self.block_manager.can_append(seq):
+                # The report takes the last one even where there is no other: then it is this one.
+                self.preempt(self.running.pop() if self.running else seq)
+                if not seq.block_table:
+                    break
+            else:
+                self.block_manager.may_append(seq)
+                scheduled.append(seq)
+        self.running.extendleft(reversed(scheduled))
+        return scheduled, False
+
+    def preempt(self, seq):
+        self.block_manager.deallocate(seq)
+        self.waiting.appendleft(seq)
+        self.num_preempted += 1
+
+    def postprocess(self, scheduled, max_tokens):
+        for seq in scheduled:
+            seq.append_token(7)
+            if len(seq) >= max_tokens:
+                self.block_manager.deallocate(seq)
+                self.running.remove(seq)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_are_prefilled_decoded_preempted_and_all_of_them_end(seed):
+    rng = random.Random(seed)
+    manager = BlockManager(24, BLOCK_SIZE)
+    scheduler = TwoPhaseScheduler(manager)
+    system_prompt = list(range(48))
+    sequences = [make_sequence([*system_prompt, 1000 + n, *range(rng.randrange(60))], n) for n in range(12)]
+    scheduler.waiting.extend(sequences)
+    num_steps = num_hits = 0
+    while scheduler.waiting or scheduler.running:
+        scheduled, is_prefill = scheduler.schedule()
+        assert scheduled
+        num_hits += is_prefill * sum(seq.num_cached_tokens for seq in scheduled)
+        held = [block_id for seq in scheduler.running for block_id in seq.block_table]
+        assert manager.used_block_ids == set(held)
+        assert [block.ref_count for block in manager.blocks] == [held.count(n) for n in range(24)]
+        scheduler.postprocess(scheduled, max_tokens=160)
+        num_steps += 1
+        assert num_steps < 2_000
+    assert {len(seq) for seq in sequences} == {160}
+    assert scheduler.num_preempted > 0
+    assert num_hits >= 11 * 48
+    assert len(manager.free_block_ids) == 24
+    invariants.check(manager.block_pool)
+
+
+# ---- the report's figures ------------------------------------------------------------------------
+
+
+def test_a_batch_of_256_takes_less_than_two_fifths_of_what_reserving_its_maximum_takes():
+    """The report's setting: 256 sequences of at most 2,048 tokens. It saves 60 % against a reservation of the
+    maximum, wastes less than 5 % in unfilled blocks (30 to 40 % before), reuses 30 to 50 % of the tokens, and
+    four times as many sequences fit. Lengths and prompts are this test's: 512 to 956 tokens, of which 256 are
+    one of 8 system prompts.
+    """
+    rng = random.Random(0)
+    reserved = 256 * 2048 // BLOCK_SIZE
+    manager = BlockManager(reserved, BLOCK_SIZE)
+    sequences = []
+    for number in range(256):
+        prompt = [10_000 * (number % 8) + position for position in range(256)]
+        own = [1_000_000 + 2048 * number + position for position in range(rng.randrange(256, 701))]
+        sequences.append(make_sequence(prompt + own, number))
+        manager.allocate(sequences[-1])
+    used = len(manager.used_block_ids)
+    num_slots = sum(len(seq.block_table) for seq in sequences) * BLOCK_SIZE
+    num_tokens = sum(len(seq) for seq in sequences)
+    assert used <= 0.4 * reserved
+    assert 1 - num_tokens / num_slots < 0.05
+    assert 0.3 <= sum(seq.num_cached_tokens for seq in sequences) / num_tokens <= 0.5
+    assert reserved / (used / 256) >= 4 * 256

@@ -1,0 +1,403 @@
+"""The article on PagedAttention: blocks by memory, page tables, a paged layer and engine, tables of figures.
+
+In its order. Where its code would be wrong, the test says what is done here and why.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, UnknownSequenceError
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator
+from kv_pool.replay.capacity import ModelKV
+from kv_pool.reports.allocation_monitor import AllocationMonitor
+from kv_pool.storage import KVStorage
+from kv_pool.tiers.formats import make_format
+
+
+def make_allocator(total_blocks=8, block_size=4, **options):
+    return KVCacheAllocator(total_blocks, block_size, num_heads=2, head_dim=4, dtype="float32", **options)
+
+
+def make_tokens(*numbers):
+    """K of tokens, (num_tokens, 2, 4), each with one number all over; V is its negative."""
+    key = np.repeat(np.array(numbers, np.float32), 8).reshape(-1, 2, 4)
+    return key, -key
+
+
+def read_numbers(allocator, sequence_id):
+    table = allocator.sequence_tables[sequence_id]
+    key, value = allocator.read(0, sequence_id, table.length)
+    np.testing.assert_array_equal(key, -value)
+    return key[:, 0, 0].astype(int).tolist()
+
+
+# ---- how much memory -----------------------------------------------------------------------------
+
+
+def test_a_batch_of_8_sequences_of_2048_tokens_takes_8_6_gb():
+    model = ModelKV(num_layers=32, num_kv_heads=32, head_size=128)
+    assert 8 * 2048 * model.bytes_per_token == 8_589_934_592
+
+
+def test_blocks_are_as_many_as_70_percent_of_24_gib_hold():
+    """Two bytes an element, 16 tokens a block, K and V of all layers. In the article a block has memory for
+    one layer, which all layers overwrite; here it has room for all of them, as its arithmetic says.
+    """
+    block_bytes = 2 * 16 * 32 * 32 * 128 * 2
+    counted = KVCacheAllocator.count_blocks(24 * 1024**3 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
+    assert counted == int(24 * 1024**3 * 0.7 // block_bytes) == 2150
+    allocator = KVCacheAllocator(3, 16, num_heads=4, head_dim=8, num_layers=2)
+    assert allocator.storage.block_bytes == 2 * 16 * 2 * 4 * 8 * 2
+    with pytest.raises(InvalidArgumentError):
+        KVCacheAllocator.count_blocks(1000, 16, num_layers=32, num_heads=32, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "block_size", "num_blocks"),
+    [
+        (ModelKV(32, 32, 128), 16, 16, 2000),
+        (ModelKV(32, 32, 128), 16, 8, 3000),
+        (ModelKV(32, 32, 128), 16, 32, 1000),
+        (ModelKV(40, 40, 128), 24, 16, 1500),
+        (ModelKV(40, 40, 128), 24, 8, 2000),
+        (ModelKV(40, 40, 128), 24, 32, 800),
+    ],
+)
+def test_the_recommended_numbers_of_blocks_fit_into_the_memory_they_are_for(
+    model, memory_gib, block_size, num_blocks
+):
+    """The table is for 7 and 13 billion parameters and leaves no memory for 16-bit weights, so it is no
+    default here: count blocks by the memory that is left.
+    """
+    sizes = (block_size, model.num_layers, model.num_kv_heads, model.head_size)
+    assert KVCacheAllocator.count_blocks(memory_gib * 2**30, *sizes) >= num_blocks
+    left = memory_gib * 2**30 - 2 * (7e9 if model.num_layers == 32 else 13e9)
+    assert left < num_blocks * model.count_block_bytes(block_size)
+
+
+# ---- page tables ---------------------------------------------------------------------------------
+
+
+def test_what_is_written_at_a_position_is_read_there():
+    allocator = make_allocator()
+    allocator.allocate_sequence(1, 6)
+    allocator.write(0, 1, 0, *make_tokens(10, 11, 12))
+    allocator.write(0, 1, 3, *make_tokens(13, 14, 15))
+    assert read_numbers(allocator, 1) == [10, 11, 12, 13, 14, 15]
+    key, _ = allocator.read(0, 1, 2)
+    assert key.shape == (2, 2, 4)
+    with pytest.raises(InvalidArgumentError, match="has 6 tokens, not those from 5 to 7"):
+        allocator.write(0, 1, 5, *make_tokens(15, 16))
+
+
+def test_a_virtual_position_has_a_block_and_an_offset():
+    allocator = make_allocator()
+    allocator.allocate_sequence(1, 4)
+    table = allocator.allocate_sequence(2, 4)
+    allocator.extend_sequence(1, 1)
+    allocator.extend_sequence(2, 3)
+    assert table.get_all_blocks() == [1, 3]
+    assert [table.get_physical_location(position) for position in (0, 3, 4, 6)] == [
+        (1, 0),
+        (1, 3),
+        (3, 0),
+        (3, 2),
+    ]
+    for position in (-1, 7):
+        with pytest.raises(ValueError, match=f"position {position} of sequence 2 is not one of its 7 tokens"):
+            table.get_physical_location(position)
+
+
+# ---- the allocator -------------------------------------------------------------------------------
+
+
+def test_sequences_take_blocks_as_they_grow_and_give_them_back():
+    allocator = make_allocator(total_blocks=8)
+    assert allocator.free_blocks == set(range(8))
+    table = allocator.allocate_sequence(7, initial_length=9)
+    assert len(table.blocks) == 3
+    assert allocator.used_blocks == set(table.blocks)
+    assert allocator.sequence_tables == {7: table}
+    allocator.free_sequence(7)
+    assert (len(allocator.free_blocks), len(allocator.used_blocks)) == (8, 0)
+    assert allocator.sequence_tables == {}
+    # The article passes over a sequence that is not there; freeing twice is an error here.
+    with pytest.raises(UnknownSequenceError, match="there is no sequence 7"):
+        allocator.free_sequence(7)
+
+
+def test_a_sequence_grows_by_the_tokens_that_its_last_block_has_no_room_for():
+    """The article counts new tokens from the end of the last block: each token would take a block."""
+    allocator = make_allocator()
+    table = allocator.allocate_sequence(1, 5)
+    for length, num_blocks in ((6, 2), (7, 2), (8, 2), (9, 3)):
+        allocator.extend_sequence(1, 1)
+        assert (table.length, len(table.blocks)) == (length, num_blocks)
+
+
+def test_a_sequence_may_begin_empty():
+    allocator = make_allocator()
+    table = allocator.allocate_sequence(1)
+    assert (table.length, table.blocks) == (0, [])
+    allocator.extend_sequence(1, 1)
+    assert table.blocks == [0]
+    allocator.allocate_sequence(2)
+    allocator.free_sequence(2)
+    with pytest.raises(InvalidArgumentError, match="sequence 1 exists already"):
+        allocator.allocate_sequence(1)
+
+
+def test_without_a_free_block_there_is_a_memory_error_and_nothing_changes():
+    allocator = make_allocator(total_blocks=2)
+    table = allocator.allocate_sequence(1, 8)
+    with pytest.raises(MemoryError, match="1 tokens of sequence 1 do not fit: 0 blocks are free of 2"):
+        allocator.extend_sequence(1, 1)
+    with pytest.raises(MemoryError):
+        allocator.allocate_sequence(2, 1)
+    assert (table.length, list(allocator.sequence_tables)) == (8, [1])
+    with pytest.raises(InvalidArgumentError, match="-1 tokens"):
+        allocator.extend_sequence(1, -1)
+
+
+def test_samples_share_their_prompt_until_one_writes():
+    """The article counts a shared block twice and never frees it. Here it is free after its last sequence."""
+    allocator = make_allocator()
+    allocator.allocate_sequence(1, 6)
+    allocator.write(0, 1, 0, *make_tokens(*range(10, 16)))
+    child = allocator.fork_sequence(1, 2)
+    assert child.blocks == allocator.sequence_tables[1].blocks
+    for sequence_id, number in ((1, 70), (2, 80)):
+        allocator.extend_sequence(sequence_id, 1)
+        allocator.write(0, sequence_id, 6, *make_tokens(number))
+    assert read_numbers(allocator, 1) == [*range(10, 16), 70]
+    assert read_numbers(allocator, 2) == [*range(10, 16), 80]
+    assert len(allocator.used_blocks) == 3
+    allocator.free_sequence(1)
+    assert read_numbers(allocator, 2) == [*range(10, 16), 80]
+    allocator.free_sequence(2)
+    assert len(allocator.free_blocks) == 8
+    with pytest.raises(UnknownSequenceError):
+        allocator.fork_sequence(1, 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_read_what_they_wrote_whatever_the_others_do(seed):
+    rng = random.Random(seed)
+    allocator = make_allocator(total_blocks=12)
+    expected = {}
+    for step in range(400):
+        action = rng.choice(["begin", "extend", "extend", "extend", "fork", "free"])
+        try:
+            if action == "begin":
+                length = rng.randrange(7)
+                allocator.allocate_sequence(step, length)
+                expected[step] = [1000 * (step % 50) + n for n in range(length)]
+                allocator.write(0, step, 0, *make_tokens(*expected[step]))
+            elif action == "free" and expected:
+                sequence_id = rng.choice(list(expected))
+                allocator.free_sequence(sequence_id)
+                del expected[sequence_id]
+            elif action == "extend" and expected:
+                sequence_id = rng.choice(list(expected))
+                count = rng.randrange(1, 6)
+                allocator.extend_sequence(sequence_id, count)
+                new = [rng.randrange(50_000) for _ in range(count)]
+                allocator.write(0, sequence_id, len(expected[sequence_id]), *make_tokens(*new))
+                expected[sequence_id] += new
+            elif action == "fork" and expected:
+                sequence_id = rng.choice(list(expected))
+                allocator.fork_sequence(sequence_id, step)
+                expected[step] = list(expected[sequence_id])
+        except MemoryError:
+            sequence_id = rng.choice(list(expected))
+            allocator.free_sequence(sequence_id)
+            del expected[sequence_id]
+        assert {sequence_id: read_numbers(allocator, sequence_id) for sequence_id in expected} == expected
+        assert allocator.manager.get_num_free_gpu_blocks() == len(allocator.free_blocks)
+    assert len(expected) > 1
+
+
+# ---- layer and engine ----------------------------------------------------------------------------
+
+CONFIG = {"n_layers": 2, "d_model": 16, "n_heads": 4, "head_dim": 4}
+
+
+def make_engine(memory_gb=2e-4):
+    import torch
+
+    from kv_pool.integrations.paged_layers import PagedInferenceEngine
+
+    torch.manual_seed(0)
+    return PagedInferenceEngine(CONFIG, gpu_memory_gb=memory_gb, dtype="float64")
+
+
+def compute_densely(engine, inputs):
+    """All tokens at once and without blocks: each layer's causal attention over the whole input."""
+    import torch
+
+    hidden = inputs
+    with torch.no_grad():
+        for layer in engine.layers:
+            hidden = layer(hidden, sequence_id=0, position=0, use_kv_cache=False)
+    return hidden
+
+
+@pytest.mark.torch
+def test_attention_over_blocks_is_attention_over_the_tokens():
+    import torch
+
+    from kv_pool.integrations.paged_layers import PagedAttention
+
+    torch.manual_seed(0)
+    allocator = make_allocator(library="torch")
+    allocator.allocate_sequence(5)
+    attention = PagedAttention(allocator)
+    keys, values, query = torch.randn(3, 11, 2, 4)
+    for position in range(11):
+        attention.update_kv_cache(keys[position], values[position], 5, position)
+    assert len(allocator.sequence_tables[5].blocks) == 3
+    answer = attention.compute_attention(query[0], 5, context_length=9)
+    weights = torch.softmax(torch.einsum("hd,thd->ht", query[0], keys[:9]) / 2, dim=-1)
+    torch.testing.assert_close(answer, torch.einsum("ht,thd->hd", weights, values[:9]))
+    with pytest.raises(InvalidArgumentError, match="the next one is at 11, not at 13"):
+        attention.update_kv_cache(keys[0], values[0], 5, 13)
+
+
+@pytest.mark.torch
+def test_an_engine_creates_generates_and_frees():
+    """In the article a prompt stores no K and V, so that generated tokens attend to zeros; here it does."""
+    import torch
+
+    engine = make_engine()
+    assert engine.allocator.total_blocks == int(2e-4 * 2**30 * 0.7 // (2 * 16 * 2 * 4 * 4 * 8))
+    prompts = [torch.randn(length, 16, dtype=torch.float64) for length in (20, 3)]
+    ids = [engine.create_sequence(prompt) for prompt in prompts]
+    assert ids == [0, 1]
+    inputs = dict(zip(ids, prompts, strict=True))
+    for _ in range(15):
+        for sequence_id in ids:
+            last = engine.active_sequences[sequence_id].hidden_state
+            inputs[sequence_id] = torch.cat([inputs[sequence_id], last[None]])
+            generated = engine.generate_token(sequence_id)
+            torch.testing.assert_close(generated, compute_densely(engine, inputs[sequence_id])[-1])
+    assert [engine.active_sequences[sequence_id].length for sequence_id in ids] == [35, 18]
+    assert len(engine.allocator.used_blocks) == 3 + 2
+    engine.free_sequence(0)
+    with pytest.raises(UnknownSequenceError, match="there is no sequence 0"):
+        engine.generate_token(0)
+    with pytest.raises(UnknownSequenceError):
+        engine.free_sequence(0)
+    engine.free_sequence(1)
+    assert len(engine.allocator.free_blocks) == engine.allocator.total_blocks
+    with pytest.raises(InvalidArgumentError, match="the prompt is empty"):
+        engine.create_sequence(prompts[0][:0])
+
+
+@pytest.mark.torch
+def test_an_engine_without_a_free_block_goes_on_after_another_sequence_has_ended():
+    import torch
+
+    engine = make_engine(memory_gb=4e-5)
+    total_blocks = engine.allocator.total_blocks
+    first = engine.create_sequence(torch.randn(16 * (total_blocks - 1), 16, dtype=torch.float64))
+    second = engine.create_sequence(torch.randn(16, 16, dtype=torch.float64))
+    with pytest.raises(MemoryError):
+        engine.generate_token(second)
+    assert engine.active_sequences[second].length == 16
+    engine.free_sequence(first)
+    engine.generate_token(second)
+    assert engine.active_sequences[second].length == 17
+
+
+@pytest.mark.torch
+def test_heads_that_do_not_divide_the_model_are_refused():
+    from kv_pool.integrations.paged_layers import PagedTransformerLayer
+
+    with pytest.raises(InvalidArgumentError, match="d_model is 10, which 4 heads cannot share"):
+        PagedTransformerLayer(10, 4, make_allocator())
+
+
+# ---- the tables ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "min_length", "max_length", "percent"),
+    [(8, 2048, 2048, 95), (8, 1, 1023, 92), (8, 300, 2048, 89), (2, 8192, 8192, 94)],
+    ids=["fixed length of 2,048", "average of 512", "8 sequences", "8,192 tokens"],
+)
+def test_used_blocks_are_filled_as_the_table_of_utilization_says(
+    num_sequences, min_length, max_length, percent
+):
+    """Lengths are drawn; the article's percentages are the least that has to come out, in blocks of 16."""
+    rng = random.Random(0)
+    allocator = KVCacheAllocator(1024, 16, num_heads=1, head_dim=1)
+    for sequence_id in range(num_sequences):
+        allocator.allocate_sequence(sequence_id, rng.randint(min_length, max_length))
+    assert allocator.get_utilization() >= percent / 100
+    assert allocator.get_utilization() <= 1.0
+
+
+def test_two_to_four_times_as_many_sequences_run_at_once_as_with_reserved_maxima():
+    """The article's throughput grows with the sequences that fit: it says 2 to 4 times. Its tokens a second
+    depend on a GPU; what fits is arithmetic. Sequences of 1 to 1,535 tokens, of at most 2,048.
+    """
+    rng = random.Random(0)
+    allocator = KVCacheAllocator(16 * 2048 // 16, 16, num_heads=1, head_dim=1)
+    num_reserved = allocator.total_blocks * 16 // 2048
+    try:
+        for number in range(1000):
+            allocator.allocate_sequence(number, rng.randint(1, 1535))
+    except MemoryError:
+        pass
+    assert 2 * num_reserved <= len(allocator.sequence_tables) <= 4 * num_reserved
+
+
+# ---- compression ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("low_rank:0.5", 0.5), ("int8", 0.6), ("int4", 0.3)])
+def test_cold_blocks_are_written_in_fewer_bytes_and_read_again(name, ratio):
+    """The article makes one matrix of a block, of as many rows as there are heads, and keeps half of its
+    rank. Here each head is a matrix of tokens and elements.
+    """
+    storage = KVStorage.allocate(2, 16, num_layers=2, num_kv_heads=4, head_size=64)
+    rng = np.random.default_rng(0)
+    thin = rng.standard_normal((2, 4, 16, 2)) @ rng.standard_normal((2, 4, 2, 64))  # of rank 2
+    for layer in range(2):
+        tokens = thin[layer].transpose(1, 0, 2).astype(np.float16)
+        storage.write(layer, range(16, 32), tokens, tokens)
+    cold = make_format(name, storage)
+    assert cold.encoded_bytes <= ratio * storage.block_bytes
+    row = np.frombuffer(storage.read_block(1), np.uint8)[None]
+    before, after = (rows.view(np.float16).astype(float) for rows in (row, cold.decode(cold.encode(row))))
+    allowed = 0.08 if name == "int4" else 0.02
+    assert np.abs(after - before).max() <= allowed * np.abs(before).max()
+
+
+# ---- the monitor ---------------------------------------------------------------------------------
+
+
+def test_a_monitor_keeps_a_history_of_states():
+    """The article's fragmentation is the share of free blocks; here, of free blocks that serve no run."""
+    now = [100.0]
+    pool = GPUKVPool(40, 16)
+    monitor = AllocationMonitor(pool, max_states=3, clock=lambda: now[0])
+    for sequence_id in range(4):
+        monitor.log_allocation_state()
+        pool.allocate(BlockAllocationRequest(num_blocks=5, sequence_id=sequence_id))
+        now[0] += 1
+    assert [state.timestamp for state in monitor.history] == [101.0, 102.0, 103.0]
+    assert [(state.used_blocks, state.free_blocks) for state in monitor.history] == [
+        (5, 35),
+        (10, 30),
+        (15, 25),
+    ]
+    assert [state.active_sequences for state in monitor.history] == [1, 2, 3]
+    state = monitor.log_allocation_state()
+    assert state is monitor.history[-1]
+    assert state.fragmentation_rate == pool.get_fragmentation_rate()
+    assert state.utilization == 0.5
+    with pytest.raises(InvalidArgumentError, match="max_states is 0"):
+        AllocationMonitor(pool, 0)

@@ -1,0 +1,435 @@
+"""The design of a KV pool by block ids: its protocol, its benchmark, its integrations, call by call.
+
+It contradicts itself once: `allocate` returns ids in the interface and a result with `success` in an
+example. Here `allocate` returns ids or raises, `try_allocate` returns the result. Its ids run from 0; here
+block 0 is the null block, and `DevicePools` counts from 0.
+"""
+
+import dataclasses
+import random
+
+import pytest
+from adapter.made_pool import check, fill, read
+
+from kv_pool import (
+    AllocationResult,
+    BlockAllocationRequest,
+    BlockInfo,
+    GPUKVPool,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVPoolProtocol,
+    MigrationResult,
+    UnknownDeviceError,
+    UnknownSequenceError,
+)
+from kv_pool.adapter.device_pools import DevicePools
+from kv_pool.adapter.migration_manager import KVPoolMigrationManager
+from kv_pool.storage import KVStorage
+
+
+class Clock:
+    """A second later with each look, so that no two accesses are at one time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def make_pool(total_blocks=20, device_id=0, **options):
+    storage = KVStorage.allocate(total_blocks + 1, 16, 1, 1, 4)
+    return GPUKVPool(total_blocks, 16, device_id=device_id, storage=storage, clock=Clock(), **options)
+
+
+# ---- the interface -------------------------------------------------------------------------------
+
+
+def test_records_have_the_fields_and_defaults_of_the_design():
+    assert [field.name for field in dataclasses.fields(BlockAllocationRequest)][:5] == [
+        "num_blocks",
+        "sequence_id",
+        "priority",
+        "pinned",
+        "device_id",
+    ]
+    request = BlockAllocationRequest(num_blocks=4, sequence_id=1)
+    assert (request.priority, request.pinned, request.device_id) == (0, False, None)
+    assert [field.name for field in dataclasses.fields(BlockInfo)][:6] == [
+        "block_id",
+        "ref_count",
+        "sequence_id",
+        "device_id",
+        "is_pinned",
+        "last_access_time",
+    ]
+    assert [field.name for field in dataclasses.fields(AllocationResult)][:5] == [
+        "success",
+        "block_ids",
+        "allocated_memory",
+        "allocation_time",
+        "fragmentation_rate",
+    ]
+    assert [field.name for field in dataclasses.fields(MigrationResult)][:4] == [
+        "success",
+        "migrated_blocks",
+        "migration_time",
+        "transferred_bytes",
+    ]
+    assert issubclass(GPUKVPool, KVPoolProtocol)
+
+
+def test_the_pool_stands_alone_and_says_whether_it_succeeded():
+    pool = GPUKVPool(total_blocks=1000, block_size=16)
+    result = pool.try_allocate(BlockAllocationRequest(num_blocks=10, sequence_id=1))
+    assert result.success
+    assert len(result.block_ids) == 10
+    assert pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=2)) == pool.blocks_of(2)
+    assert pool.get_free_blocks() == 980
+    refused = pool.try_allocate(BlockAllocationRequest(num_blocks=1001, sequence_id=3))
+    assert (refused.success, refused.block_ids) == (False, [])
+    with pytest.raises(MemoryError):
+        pool.allocate(BlockAllocationRequest(num_blocks=1001, sequence_id=3))
+
+
+def test_a_block_is_free_when_its_last_sequence_has_freed_it():
+    pool = make_pool()
+    ids = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=1))
+    assert pool.fork(1, 2) == ids
+    assert [pool.get_block_info(block_id).ref_count for block_id in ids] == [2] * 4
+    pool.free(ids)
+    assert pool.get_free_blocks() == 16
+    assert pool.block_info[ids[0]].sequence_id == 2
+    pool.free(ids)
+    assert pool.get_free_blocks() == 20
+    # The design passes over a block that is free already; freeing twice is an error here.
+    with pytest.raises(InvalidBlockError):
+        pool.free(ids)
+
+
+def test_block_info_is_a_mapping_of_the_blocks_in_use():
+    pool = make_pool()
+    ids = pool.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=7))
+    system = pool.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=8, pinned=True))
+    assert dict(pool.block_info).keys() == {*ids, *system}
+    assert len(pool.block_info) == 4
+    assert sorted(bid for bid, info in pool.block_info.items() if info.sequence_id == 7) == sorted(ids)
+    assert [info.block_id for info in pool.block_info.values() if info.is_pinned] == system
+    assert all(info.device_id == 0 for info in pool.block_info.values())
+    free_id = next(block_id for block_id in range(1, 21) if block_id not in pool.block_info)
+    for missing in (free_id, 0, 21):
+        with pytest.raises(KeyError):
+            pool.block_info[missing]
+    pool.free(ids)
+    assert list(pool.block_info) == system
+
+
+# ---- its benchmark -------------------------------------------------------------------------------
+
+
+def live_randomly(pool, rng, num_steps=1000):
+    """The benchmark's second part: requests of 1 to 32 blocks; half of them lose their first half at once."""
+    for _ in range(num_steps):
+        num = rng.randint(1, 32)
+        req = BlockAllocationRequest(num_blocks=num, sequence_id=rng.randint(0, 100))
+        try:
+            block_ids = pool.allocate(req)
+        except MemoryError:
+            break
+        if rng.random() < 0.5:
+            pool.free(block_ids[: len(block_ids) // 2])
+
+
+def test_the_benchmark_as_it_is_written():
+    """Its times are in benchmarks/bench_pool_targets.py. Its first part takes all of the 10,000 blocks, so
+    that its second one finds none free: nothing is scattered, and nothing is left to compact.
+    """
+    pool = GPUKVPool(total_blocks=10_000, block_size=16)
+    given = [pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=i)) for i in range(1000)]
+    assert len({block_id for ids in given for block_id in ids}) == 10_000
+    assert pool.get_free_blocks() == 0
+    live_randomly(pool, random.Random(0))
+    pool.defragment()
+    assert pool.get_fragmentation_rate() < 0.1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_benchmark_with_room_for_its_second_part(seed):
+    rng = random.Random(seed)
+    pool = GPUKVPool(total_blocks=10_000, block_size=16)
+    live_randomly(pool, rng)
+    for sequence_id in rng.sample(pool.list_sequences(), 20):
+        pool.free_sequence(sequence_id)
+    moved = pool.defragment()
+    assert moved > 0
+    assert pool.get_fragmentation_rate() < 0.1
+    assert pool.defragment() == 0
+    check(pool)
+
+
+def test_nine_tenths_of_the_blocks_can_be_in_use():
+    pool = GPUKVPool(total_blocks=10_000, block_size=16)
+    live_randomly(pool, random.Random(0), num_steps=5000)
+    assert pool.get_statistics().utilization >= 0.9
+
+
+# ---- under an engine -----------------------------------------------------------------------------
+
+
+class EngineMemoryManager:
+    """What the design puts between an engine and the pool."""
+
+    def __init__(self, total_blocks):
+        self.kv_pool = make_pool(total_blocks)
+
+    def allocate_for_sequence(self, sequence_id, num_tokens):
+        num_blocks = (num_tokens + 15) // 16
+        req = BlockAllocationRequest(
+            num_blocks=num_blocks, sequence_id=sequence_id, priority=1 if sequence_id < 10 else 0
+        )
+        try:
+            return self.kv_pool.allocate(req)
+        except MemoryError:
+            self.evict_lru_sequence(num_blocks)
+            return self.kv_pool.allocate(req)
+
+    def evict_lru_sequence(self, num_blocks):
+        """The design names it and leaves it open."""
+        self.kv_pool.evict(num_blocks - self.kv_pool.get_free_blocks())
+
+    def free_sequence(self, sequence_id):
+        block_ids = [bid for bid, info in self.kv_pool.block_info.items() if info.sequence_id == sequence_id]
+        self.kv_pool.free(block_ids)
+
+
+def test_an_engine_allocates_evicts_the_least_recently_used_sequence_and_frees():
+    engine = EngineMemoryManager(total_blocks=10)
+    pool = engine.kv_pool
+    assert len(engine.allocate_for_sequence(20, num_tokens=50)) == 4
+    assert len(engine.allocate_for_sequence(21, num_tokens=64)) == 4
+    pool.note_access(20)
+    engine.allocate_for_sequence(22, num_tokens=60)
+    assert sorted(pool.list_sequences()) == [20, 22]
+    engine.free_sequence(20)
+    assert pool.list_sequences() == [22]
+    assert pool.get_free_blocks() == 6
+    check(pool)
+
+
+def test_what_a_forked_sequence_shares_is_found_by_blocks_of_not_by_the_loop_over_block_info():
+    """`sequence_id` of a shared block is the sequence that has held it longest: the design's loop does not
+    free those blocks for a forked sequence, and `free` of their ids would take them from the other one.
+    """
+    engine = EngineMemoryManager(total_blocks=10)
+    pool = engine.kv_pool
+    ids = engine.allocate_for_sequence(1, num_tokens=32)
+    pool.fork(1, 2)
+    own = engine.allocate_for_sequence(2, num_tokens=16)
+    assert [bid for bid, info in pool.block_info.items() if info.sequence_id == 2] == own
+    assert [bid for bid, info in pool.block_info.items() if 2 in info.sequence_ids] == sorted(ids + own)
+    assert pool.free_sequence(2) == 1
+    assert pool.blocks_of(1) == ids
+    check(pool)
+
+
+# ---- eviction ------------------------------------------------------------------------------------
+
+
+class LRUBlockEviction:
+    """The policy of the design, over `block_info`: blocks by last access, pinned ones passed over."""
+
+    def __init__(self, kv_pool):
+        self.kv_pool = kv_pool
+
+    def evict_if_needed(self, required_blocks):
+        free_blocks = self.kv_pool.get_free_blocks()
+        if free_blocks >= required_blocks:
+            return []
+        evicted = []
+        candidates = sorted(self.kv_pool.block_info.items(), key=lambda item: item[1].last_access_time)
+        for block_id, info in candidates:
+            if not info.is_pinned:
+                evicted.append(block_id)
+                if len(evicted) >= required_blocks - free_blocks:
+                    break
+        self.kv_pool.free(evicted)
+        return evicted
+
+
+def test_blocks_are_evicted_by_last_access_and_pinned_ones_stay():
+    pool = make_pool(10)
+    system = pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1, pinned=True))
+    old = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=2))
+    new = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=3))
+    policy = LRUBlockEviction(pool)
+    assert policy.evict_if_needed(0) == []
+    assert sorted(policy.evict_if_needed(4)) == sorted(old)
+    assert policy.evict_if_needed(4) == []
+    assert sorted(pool.block_info) == sorted(system + new)
+    check(pool)
+
+
+def test_the_pool_itself_evicts_whole_sequences():
+    """The design may take a block out of the middle of a sequence, which is useless without it, and one that
+    another sequence shares, which frees nothing. `evict` takes all blocks of as few sequences as make room.
+    """
+    pool = make_pool(10)
+    for sequence_id, num_blocks in ((1, 4), (2, 2), (3, 2)):
+        pool.allocate(BlockAllocationRequest(num_blocks=num_blocks, sequence_id=sequence_id))
+    pool.fork(2, 4)
+    assert pool.evict(3) == [1]
+    assert pool.get_free_blocks() == 6
+    assert pool.evict(1) == [2, 3]  # what 2 shares with 4 does not become free
+    assert pool.list_sequences() == [4]
+
+
+# ---- compaction ----------------------------------------------------------------------------------
+
+
+def test_compaction_closes_gaps_passes_over_pinned_blocks_and_keeps_the_bytes():
+    pool = make_pool(20, placement="first_fit")
+    for sequence_id in range(1, 11):
+        pool.allocate(BlockAllocationRequest(2, sequence_id, pinned=sequence_id == 10))
+    fill(pool)
+    pinned = pool.blocks_of(10)
+    for sequence_id in (1, 3, 5, 7):
+        pool.free_sequence(sequence_id)
+    moved = pool.defragment()
+    assert moved > 0
+    assert pool.blocks_of(10) == pinned
+    in_use = sorted(set(pool.block_info) - set(pinned))
+    assert in_use == list(range(in_use[0], in_use[0] + 10))
+    for sequence_id in (2, 4, 6, 8, 9):
+        assert read(pool, sequence_id) == [16 * sequence_id, 16 * sequence_id + 1]
+    check(pool)
+
+
+# ---- other devices -------------------------------------------------------------------------------
+
+
+def test_a_sequence_migrates_by_device_id_with_nothing_but_two_connected_pools():
+    here, there = make_pool(), make_pool(device_id=1)
+    here.connect(there)
+    there.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=9))
+    old = here.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=12))
+    fill(here)
+    contents = read(here, 12)
+    manager = KVPoolMigrationManager(here)
+    result = manager.migrate_to_remote(sequence_id=12, target_node_id=1)
+    assert result == {"old_blocks": old, "new_blocks": there.blocks_of(12), "target_node": 1}
+    assert read(there, 12) == contents
+    assert (here.list_sequences(), here.get_free_blocks()) == ([], 20)
+    with pytest.raises(UnknownSequenceError):
+        manager.migrate_to_remote(12, 1)
+    with pytest.raises(
+        UnknownDeviceError, match=r"device 2 is not connected to device 0; connected are \[1\]"
+    ):
+        manager.migrate_to_remote(9, 2)
+    with pytest.raises(InvalidArgumentError, match="node 'gpu-node-2' is reached through a migrator"):
+        manager.migrate_to_remote(9, "gpu-node-2")
+    check(here)
+    check(there)
+
+
+def test_a_migrated_sequence_takes_along_what_it_shares_and_leaves_it_to_the_others():
+    here, there = make_pool(), make_pool(device_id=1)
+    here.connect(there)
+    here.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1))
+    here.fork(1, 2)
+    here.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=2))
+    fill(here)
+    first, second = read(here, 1), read(here, 2)
+    old, new = here.migrate_sequence(2, 1)
+    assert (len(old), new) == (3, there.blocks_of(2))
+    assert (read(there, 2), read(here, 1)) == (second, first)
+    assert here.list_sequences() == [1]
+    check(here)
+    check(there)
+
+
+def test_blocks_migrate_and_are_freed_at_the_source():
+    here, there = make_pool(), make_pool(device_id=1)
+    here.connect(there)
+    ids = here.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=5))
+    result = here.try_migrate_blocks(ids, target_device_id=1)
+    assert result.success
+    assert result.migrated_blocks == there.blocks_of(5)
+    assert result.transferred_bytes == 4 * here.block_bytes
+    assert here.get_free_blocks() == 20
+
+
+# ---- ids from 0, and requests by device ----------------------------------------------------------
+
+
+def make_devices(*sizes):
+    return DevicePools([make_pool(size, device_id) for device_id, size in enumerate(sizes)])
+
+
+def test_ids_run_from_0_over_all_devices():
+    pools = make_devices(4, 6)
+    first = pools.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=1, device_id=0))
+    second = pools.allocate(BlockAllocationRequest(num_blocks=6, sequence_id=1, device_id=1))
+    assert (sorted(first), sorted(second)) == ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9])
+    assert [pools.get_block_info(block_id).block_id for block_id in range(10)] == list(range(10))
+    assert [pools.get_block_info(block_id).device_id for block_id in (0, 3, 4, 9)] == [0, 0, 1, 1]
+    for block_id in (-1, 10):
+        with pytest.raises(InvalidBlockError, match="is not one of 0 to 9"):
+            pools.get_block_info(block_id)
+    pools.free([*first[:2], *second[2:]])
+    assert pools.get_free_blocks() == 6
+    assert [pool.get_free_blocks() for pool in pools.pools.values()] == [2, 4]
+
+
+def test_a_request_goes_to_its_device_or_to_the_one_with_the_most_room():
+    pools = make_devices(4, 6)
+    ids = pools.allocate(BlockAllocationRequest(num_blocks=5, sequence_id=1))
+    assert pools.get_block_info(ids[0]).device_id == 1
+    ids = pools.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=2))
+    assert pools.get_block_info(ids[0]).device_id == 0
+    with pytest.raises(UnknownDeviceError, match=r"there is no device 2; there are \[0, 1\]"):
+        pools.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=3, device_id=2))
+    with pytest.raises(MemoryError):
+        pools.allocate(BlockAllocationRequest(num_blocks=7, sequence_id=3))
+
+
+def test_blocks_migrate_between_devices_under_one_series_of_ids():
+    pools = make_devices(8, 8)
+    ids = pools.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=1, device_id=0))
+    fill(pools.pools[0])
+    contents = read(pools.pools[0], 1)
+    new_ids = pools.migrate_blocks(ids, target_device_id=1)
+    assert all(8 <= block_id < 16 for block_id in new_ids)
+    assert new_ids == pools.to_ids(1, pools.pools[1].blocks_of(1))
+    assert read(pools.pools[1], 1) == contents
+    assert pools.migrate_blocks([], 1) == []
+    other = pools.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=2, device_id=0))
+    for mixed in (new_ids, [*new_ids, *other]):
+        with pytest.raises(InvalidArgumentError, match="migrate those of one device at a time"):
+            pools.migrate_blocks(mixed, 1)
+    for pool in pools.pools.values():
+        check(pool)
+
+
+def test_compaction_and_its_rate_are_those_of_all_devices():
+    pools = make_devices(40, 40)
+    for device_id in (0, 1):
+        for sequence_id in range(20):
+            pools.allocate(BlockAllocationRequest(2, sequence_id, device_id=device_id))
+        for sequence_id in range(0, 20, 2):
+            pools.pools[device_id].free_sequence(sequence_id)
+    rate = pools.get_fragmentation_rate()
+    assert rate == pools.pools[0].get_fragmentation_rate() == pools.pools[1].get_fragmentation_rate()
+    assert pools.defragment() > 0
+    assert pools.get_fragmentation_rate() < rate
+    pools.allocate(BlockAllocationRequest(20, 50, device_id=0))
+    pools.allocate(BlockAllocationRequest(20, 50, device_id=1))
+    assert (pools.get_free_blocks(), pools.get_fragmentation_rate()) == (0, 0.0)
+
+
+def test_pools_of_one_device_or_of_no_device_are_refused():
+    with pytest.raises(InvalidArgumentError, match="device 0 is known"):
+        DevicePools([make_pool(), make_pool()])
+    with pytest.raises(InvalidArgumentError, match="pools is empty"):
+        DevicePools([])

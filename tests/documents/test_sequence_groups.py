@@ -1,0 +1,365 @@
+"""The article on vLLM 0.6's block space manager: groups of sequences that wait, run and are swapped.
+
+Its order is kept: blocks for tokens, admission, appends, swap, watermark, the three answers. The bytes are
+real: a block's content is its tokens, and a sequence that comes back from the host has to find them.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from kv_pool import AllocStatus, BlockMove, InvalidArgumentError, OutOfBlocksError
+from kv_pool.core import invariants
+from kv_pool.integrations.block_space_manager import BlockSpaceManager
+from kv_pool.manager.block_counts import count_blocks_touched_by_append, count_required_blocks
+from kv_pool.storage import KVStorage
+
+BLOCK_SIZE = 4
+
+
+class Sequence:
+    def __init__(self, seq_id, token_ids):
+        self.seq_id = seq_id
+        self.token_ids = list(token_ids)
+
+    def get_token_ids(self):
+        return self.token_ids
+
+
+class Group:
+    def __init__(self, *seqs):
+        self.seqs = list(seqs)
+
+    def get_seqs(self):
+        return self.seqs
+
+
+class Engine:
+    """A manager, and the bytes of both sides: the token that is in each slot."""
+
+    def __init__(self, num_gpu_blocks, num_cpu_blocks, watermark=0.0):
+        self.manager = BlockSpaceManager(BLOCK_SIZE, num_gpu_blocks, num_cpu_blocks, watermark)
+        self.gpu = KVStorage.allocate(max(1, num_gpu_blocks), BLOCK_SIZE, 1, 1, 1, dtype="float32")
+        self.cpu = KVStorage.allocate(max(1, num_cpu_blocks), BLOCK_SIZE, 1, 1, 1, dtype="float32")
+
+    def slots(self, seq):
+        table = self.manager.get_block_table(seq)
+        return [
+            table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(len(seq.get_token_ids()))
+        ]
+
+    def compute(self, seq, first=0):
+        tokens = np.array(seq.token_ids[first:], np.float32)[:, None, None]
+        self.gpu.write(0, self.slots(seq)[first:], tokens, tokens)
+
+    def read(self, seq):
+        return self.gpu.read(0, self.slots(seq))[0].ravel().astype(int).tolist()
+
+    def prefill(self, group):
+        self.manager.allocate(group)
+        self.compute(group.get_seqs()[0])
+
+    def decode(self, seq, *token_ids):
+        first = len(seq.token_ids)
+        seq.token_ids += token_ids
+        self.gpu.apply_moves([BlockMove(*pair) for pair in self.manager.append_slots(seq, 0)])
+        self.compute(seq, first)
+
+    def swap_out(self, group):
+        pairs = self.manager.swap_out(group)
+        self.gpu.copy_to(self.cpu, [BlockMove(*pair) for pair in pairs])
+        return pairs
+
+    def swap_in(self, group):
+        pairs = self.manager.swap_in(group)
+        self.cpu.copy_to(self.gpu, [BlockMove(*pair) for pair in pairs])
+        return pairs
+
+    def check(self):
+        invariants.check(self.manager.manager.block_pool)
+        invariants.check(self.manager.swapper.host_pool)
+
+
+# ---- blocks for tokens ---------------------------------------------------------------------------
+
+
+def test_tokens_take_as_many_blocks_as_they_fill_or_begin():
+    assert [count_required_blocks(n, 0, block_size=16) for n in (1, 16, 17, 32)] == [1, 1, 2, 2]
+    assert count_required_blocks(16, 1, block_size=16) == 2
+
+
+@pytest.mark.parametrize("num_full_slots", range(8))
+@pytest.mark.parametrize("num_tokens", range(1, 12))
+def test_an_append_touches_the_block_that_is_not_full_and_those_behind_it(num_full_slots, num_tokens):
+    first_chunk = BLOCK_SIZE - num_full_slots % BLOCK_SIZE
+    by_the_article = 1 + -(-(num_tokens - first_chunk) // BLOCK_SIZE)
+    assert count_blocks_touched_by_append(num_full_slots, num_tokens, 0, BLOCK_SIZE) == by_the_article
+
+
+def test_an_append_of_nothing_touches_nothing():
+    """The article's formula counts the block that is partly filled, though nothing is written to it."""
+    assert count_blocks_touched_by_append(6, 0, 0, BLOCK_SIZE) == 0
+
+
+# ---- waiting -> running --------------------------------------------------------------------------
+
+
+def test_a_group_is_admitted_as_one_and_its_sequences_share_the_prompt():
+    engine = Engine(num_gpu_blocks=10, num_cpu_blocks=10)
+    manager = engine.manager
+    first, second, third = (Sequence(n, range(10, 20)) for n in (1, 2, 3))
+    group = Group(first, second, third)
+    assert manager.can_allocate(group) is AllocStatus.OK
+    engine.prefill(group)
+    assert manager.get_block_table(first) == manager.get_block_table(third) == [0, 1, 2]
+    assert manager.get_num_free_gpu_blocks() == 7
+    with pytest.raises(InvalidArgumentError, match="sequence 1 has blocks already"):
+        manager.allocate(group)
+
+
+def test_what_waits_is_told_whether_to_wait_on_or_for_ever():
+    manager = Engine(10, 0).manager
+    manager.allocate(Group(Sequence(1, range(20))))
+    assert manager.can_allocate(Group(Sequence(2, range(20)))) is AllocStatus.OK
+    assert manager.can_allocate(Group(Sequence(2, range(21)))) is AllocStatus.LATER
+    assert manager.can_allocate(Group(Sequence(2, range(20))), 1) is AllocStatus.LATER
+    assert manager.can_allocate(Group(Sequence(2, range(41)))) is AllocStatus.NEVER
+    with pytest.raises(OutOfBlocksError, match=r"needs 6 blocks, 5 are free of 10.* answers LATER"):
+        manager.allocate(Group(Sequence(2, range(21))))
+    assert manager.get_num_free_gpu_blocks() == 5
+    with pytest.raises(InvalidArgumentError, match="sequence 2 has no blocks"):
+        manager.get_block_table(Sequence(2, []))
+
+
+def test_sequences_of_different_prompts_are_no_group():
+    manager = Engine(10, 0).manager
+    with pytest.raises(InvalidArgumentError, match=r"have \[4, 5\] tokens; a group has one prompt"):
+        manager.can_allocate(Group(Sequence(1, range(4)), Sequence(2, range(5))))
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def test_new_tokens_get_slots_and_a_block_where_one_is_full():
+    engine = Engine(4, 0)
+    seq = Sequence(1, range(10, 17))
+    engine.prefill(Group(seq))
+    seq.token_ids.append(17)
+    assert engine.manager.append_slots(seq, 0) == []
+    assert engine.manager.get_block_table(seq) == [0, 1]
+    seq.token_ids += [18, 19]
+    engine.manager.append_slots(seq, num_lookahead_slots=3)
+    assert engine.manager.get_block_table(seq) == [0, 1, 2, 3]
+
+
+def test_the_first_that_writes_to_a_shared_block_gets_a_copy_of_it():
+    engine = Engine(10, 0)
+    first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
+    engine.prefill(Group(first, second))
+    first.token_ids.append(70)
+    assert engine.manager.append_slots(first, 0) == [(1, 2)]
+    engine.gpu.apply_moves([BlockMove(1, 2)])
+    engine.compute(first, 6)
+    engine.decode(second, 80)
+    assert engine.manager.get_block_table(first) == [0, 2]
+    assert engine.manager.get_block_table(second) == [0, 1]
+    assert engine.read(first) == [*range(10, 16), 70]
+    assert engine.read(second) == [*range(10, 16), 80]
+
+
+def test_an_append_is_refused_where_the_blocks_it_touches_are_not_free():
+    engine = Engine(3, 0)
+    first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
+    group = Group(first, second)
+    engine.prefill(group)
+    for seq in group.get_seqs():
+        seq.token_ids.append(7)
+    # One for a copy and one for the block that is left to the other: what the article counts.
+    assert not engine.manager.can_append_slots(group)
+    engine.manager.free(second)
+    assert engine.manager.can_append_slots(group)
+    engine.manager.append_slots(first)
+    first.token_ids += range(8)
+    assert not engine.manager.can_append_slots(group)
+    with pytest.raises(OutOfBlocksError, match="has 8 new tokens, 1 blocks are free"):
+        engine.manager.append_slots(first)
+    assert engine.manager.get_block_table(first) == [0, 1]
+
+
+# ---- running <-> swapped -------------------------------------------------------------------------
+
+
+def test_a_group_is_swapped_as_one_and_finds_its_bytes_again():
+    engine = Engine(8, 8)
+    manager = engine.manager
+    first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
+    group = Group(first, second)
+    engine.prefill(group)
+    engine.decode(first, 70)
+    engine.decode(second, 80)
+    assert manager.can_swap_out(group)
+    assert len(engine.swap_out(group)) == 4
+    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (8, 4)
+    other = Group(Sequence(3, range(100, 116)))
+    engine.prefill(other)
+    assert manager.can_swap_in(group, 0) is AllocStatus.OK
+    pairs = engine.swap_in(group)
+    assert sorted(source for source, _ in pairs) == [0, 1, 2, 3]
+    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (0, 8)
+    assert engine.read(first) == [*range(10, 16), 70]
+    assert engine.read(second) == [*range(10, 16), 80]
+    engine.check()
+
+
+def test_a_group_goes_to_a_full_host_not_at_all():
+    engine = Engine(8, 3)
+    first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
+    group = Group(first, second)
+    engine.prefill(group)
+    assert not engine.manager.can_swap_out(group)
+    with pytest.raises(OutOfBlocksError, match="the host has 3 free blocks of 3"):
+        engine.swap_out(group)
+    assert engine.manager.get_num_free_cpu_blocks() == 3
+    assert engine.read(first) == list(range(10, 16))
+
+
+def test_a_swapped_sequence_neither_appends_nor_is_asked_for_room_and_can_be_given_up():
+    engine = Engine(8, 8)
+    seq = Sequence(1, range(10, 16))
+    group = Group(seq)
+    engine.prefill(group)
+    engine.swap_out(group)
+    seq.token_ids.append(7)
+    with pytest.raises(InvalidArgumentError, match=r"sequence 1 is swapped out; swap_in\(\)"):
+        engine.manager.append_slots(seq)
+    assert engine.manager.can_append_slots(group)
+    assert engine.swap_out(group) == []
+    engine.manager.free(seq)
+    engine.manager.free(seq)
+    assert engine.manager.get_num_free_cpu_blocks() == 8
+
+
+# ---- the watermark, and the three answers --------------------------------------------------------
+
+
+def test_a_watermark_of_a_tenth_of_1000_blocks_is_100_blocks():
+    manager = BlockSpaceManager(16, num_gpu_blocks=1000, num_cpu_blocks=0, watermark=0.1)
+    assert manager.watermark_blocks == 100
+    manager.allocate(Group(Sequence(1, range(16 * 500))))
+    assert manager.can_allocate(Group(Sequence(2, range(16 * 400)))) is AllocStatus.OK
+    assert manager.can_allocate(Group(Sequence(2, range(16 * 401)))) is AllocStatus.LATER
+    running = Sequence(1, range(16 * 1000))
+    assert manager.can_append_slots(Group(running))  # running sequences may go below it
+
+
+def test_what_fits_alone_is_let_in_above_the_watermark():
+    """In the article the watermark always stays free: what needs more than 900 of 1,000 blocks would wait for
+    ever. Here it counts while others hold blocks.
+    """
+    manager = BlockSpaceManager(16, 1000, 0, watermark=0.1)
+    large = Group(Sequence(1, range(16 * 950)))
+    assert manager.can_allocate(large) is AllocStatus.OK
+    small = Sequence(2, range(16))
+    manager.allocate(Group(small))
+    assert manager.can_allocate(large) is AllocStatus.LATER
+
+
+def test_swapping_in_asks_for_the_groups_blocks_its_next_tokens_and_the_watermark():
+    engine = Engine(10, 20, watermark=0.2)
+    manager = engine.manager
+    first, second = Sequence(1, range(8)), Sequence(2, range(8))
+    group = Group(first, second)
+    engine.prefill(group)
+    engine.swap_out(group)
+    other = Sequence(3, range(16))
+    engine.prefill(Group(other))
+    assert manager.can_swap_in(group, 0) is AllocStatus.OK  # 4 of 6, and 2 stay free
+    first.token_ids.append(7)
+    assert manager.can_swap_in(group, 0) is AllocStatus.LATER
+    manager.free(other)
+    assert manager.can_swap_in(group, 0) is AllocStatus.OK
+    assert manager.can_swap_in(group, 11) is AllocStatus.OK  # (9 + 11) / 4 and (8 + 11) / 4: all 10 blocks
+    assert manager.can_swap_in(group, 12) is AllocStatus.NEVER
+    engine.prefill(Group(Sequence(4, range(24))))
+    with pytest.raises(
+        OutOfBlocksError, match=r"4 blocks are free of 10, 2 .* can_swap_in\(\) answers LATER"
+    ):
+        engine.swap_in(group)
+    assert manager.get_num_free_cpu_blocks() == 16
+
+
+# ---- all of it under a scheduler -----------------------------------------------------------------
+
+
+class Scheduler:
+    """Runs what came first; the last to come is swapped out, or recomputed where the host is full."""
+
+    def __init__(self, engine, groups, rng):
+        self.engine = engine
+        self.waiting, self.running, self.swapped = groups, [], []
+        self.rng = rng
+        self.num_swaps = self.num_recomputed = 0
+
+    def step(self, max_tokens):
+        manager = self.engine.manager
+        for group in list(self.running):
+            if group in self.running:
+                self.decode(group, max_tokens)
+        while self.swapped and manager.can_swap_in(self.swapped[0], 4) is AllocStatus.OK:
+            group = self.swapped.pop(0)
+            self.engine.swap_in(group)
+            assert all(self.engine.read(seq) == seq.token_ids for seq in group.get_seqs())
+            self.running.append(group)
+        while self.waiting and not self.swapped and manager.can_allocate(self.waiting[0]) is AllocStatus.OK:
+            self.running.append(self.waiting.pop(0))
+            self.engine.prefill(self.running[-1])
+
+    def decode(self, group, max_tokens):
+        manager = self.engine.manager
+        while not manager.can_append_slots(group, num_lookahead_slots=1):
+            victim = self.running.pop()
+            self.preempt(victim)
+            if victim is group:
+                return
+        for seq in group.get_seqs():
+            self.engine.decode(seq, self.rng.randrange(1000))
+        for seq in group.get_seqs():
+            assert self.engine.read(seq) == seq.token_ids
+        if len(group.get_seqs()[0].token_ids) == max_tokens:
+            for seq in group.get_seqs():
+                manager.free(seq)
+            self.running.remove(group)
+
+    def preempt(self, group):
+        if self.engine.manager.can_swap_out(group):
+            self.engine.swap_out(group)
+            self.swapped.append(group)
+            self.num_swaps += 1
+            return
+        for seq in group.get_seqs():
+            self.engine.manager.free(seq)
+        group.seqs = group.seqs[:1]  # a group of several sequences has no one prompt any more
+        self.waiting.insert(0, group)
+        self.num_recomputed += 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_wait_run_are_swapped_and_end_with_their_bytes(seed):
+    rng = random.Random(seed)
+    engine = Engine(24, 20, watermark=0.05)
+    groups = []
+    for number in range(12):
+        prompt = [100 * number + n for n in range(rng.randrange(3, 30))]
+        groups.append(Group(*(Sequence(10 * number + n, prompt) for n in range(rng.randrange(1, 3)))))
+    scheduler = Scheduler(engine, list(groups), rng)
+    for _ in range(1_000):
+        scheduler.step(max_tokens=40)
+        engine.check()
+        if not (scheduler.waiting or scheduler.running or scheduler.swapped):
+            break
+    assert {len(seq.token_ids) for group in groups for seq in group.get_seqs()} == {40}
+    assert scheduler.num_swaps > 0
+    assert scheduler.num_recomputed > 0
+    assert engine.manager.get_num_free_gpu_blocks() == 24
+    assert engine.manager.get_num_free_cpu_blocks() == 20

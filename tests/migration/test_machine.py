@@ -1,0 +1,141 @@
+"""What a machine tells of itself: a folder in the form of sysfs, and a library in the form of NVML."""
+
+# ruff: noqa: N802 (the names are NVML's)
+
+from types import SimpleNamespace
+
+import pytest
+
+from kv_pool.migration.machine import NumaNode, name_device, read_machine
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """Two NUMA nodes, a GPU at each, a network card."""
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    for node, cpus in ((0, "0-3,8"), (1, "4-7")):
+        folder = f"devices/system/node/node{node}"
+        write(f"{folder}/cpulist", cpus + "\n")
+        write(
+            f"{folder}/meminfo", f"Node {node} MemTotal:       {1024 + node} kB\nNode {node} MemFree: 3 kB\n"
+        )
+    for address, vendor, kind, node in (
+        ("0000:3b:00.0", "0x10de", "0x030200", "0"),
+        ("0000:af:00.0", "0x10de", "0x030200", "1"),
+        ("0000:00:1f.0", "0x8086", "0x020000", "0"),
+        ("0000:c1:00.0", "0x1002", "0x120000", "-1"),
+    ):
+        folder = f"bus/pci/devices/{address}"
+        write(f"{folder}/vendor", vendor + "\n")
+        write(f"{folder}/class", kind + "\n")
+        write(f"{folder}/numa_node", node + "\n")
+    return tmp_path
+
+
+class MadeNvml:
+    """The functions of `pynvml` that are asked: two GPUs, two links between them, one to a switch."""
+
+    class NVMLError(Exception):
+        pass
+
+    addresses = (b"00000000:3B:00.0", b"00000000:AF:00.0")
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetPciInfo(self, handle):
+        return SimpleNamespace(busId=self.addresses[handle])
+
+    def nvmlDeviceGetName(self, handle):
+        return "NVIDIA H100" if handle else b"NVIDIA H100"
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(total=80 * 2**30)
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if link > 3:
+            raise self.NVMLError
+        return link != 1
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):
+        return 2 if link == 3 else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):
+        return SimpleNamespace(busId=self.addresses[1 - handle])
+
+
+class NoNvml(MadeNvml):
+    """No device."""
+
+    def nvmlDeviceGetCount(self):
+        return 0
+
+
+def test_numa_nodes_and_accelerators_are_those_of_sysfs(sysfs):
+    machine = read_machine(sysfs, NoNvml())
+    assert machine.host
+    assert machine.numa_nodes == [NumaNode(0, "0-3,8", 1024 * 1024), NumaNode(1, "4-7", 1025 * 1024)]
+    assert [(device.pci_address, device.numa_node, device.name) for device in machine.accelerators] == [
+        ("0000:3b:00.0", 0, "NVIDIA"),
+        ("0000:af:00.0", 1, "NVIDIA"),
+        ("0000:c1:00.0", None, "AMD"),
+    ]
+
+
+def test_nvml_adds_names_memory_and_links(sysfs):
+    machine = read_machine(sysfs, MadeNvml())
+    first, second, _ = machine.accelerators
+    assert (first.name, first.uuid, first.numa_node, first.memory_bytes) == (
+        "NVIDIA H100",
+        "GPU-0",
+        0,
+        80 * 2**30,
+    )
+    assert first.links == {"0000:af:00.0": 2, "switch": 1}
+    assert second.links == {"0000:3b:00.0": 2, "switch": 1}
+    assert machine.has_nvml
+
+
+def test_a_system_that_tells_nothing_is_a_machine_without_anything(tmp_path):
+    machine = read_machine(tmp_path / "missing", NoNvml())
+    assert (machine.numa_nodes, machine.accelerators) == ([], [])
+    (tmp_path / "devices/system/node/node0").mkdir(parents=True)
+    assert read_machine(tmp_path, NoNvml()).numa_nodes == [NumaNode(0, "", 0)]
+
+
+def test_host_memory_is_named_after_its_numa_node_where_all_processors_are_near_one(sysfs):
+    machine = read_machine(sysfs, NoNvml())
+    assert machine.name_memory({1, 8}) == "numa0"
+    assert machine.name_memory({5}) == "numa1"
+    assert machine.name_memory({3, 4}) == ""
+    assert machine.name_memory(set()) == ""
+    (sysfs / "devices/system/node/node1/cpulist").unlink()
+    assert name_device("meta", machine) == ""
+
+
+def test_a_machine_of_one_numa_node_has_no_name_for_it(tmp_path):
+    folder = tmp_path / "devices/system/node/node0"
+    folder.mkdir(parents=True)
+    (folder / "cpulist").write_text("0-7")
+    assert read_machine(tmp_path, NoNvml()).name_memory({0, 1}) == ""
+
+
+def test_this_machine_can_be_read():
+    machine = read_machine()
+    assert machine.host
+    assert name_device("cpu", machine) in ("", *(f"numa{node.node_id}" for node in machine.numa_nodes))
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_named_after_its_uuid():
+    assert name_device("cuda:0", read_machine()).startswith("GPU-")
