@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
-from kv_pool.integrations.transformers.paged_attention import paged_attention
-from kv_pool.integrations.transformers.sequences import PagedSequences, pad_slots
+from kv_pool.integrations.attention.paged_attention import paged_attention
+from kv_pool.integrations.transformers.sequences import PagedSequences, pad_rows
 from kv_pool.manager.requests.request import Request
 
 
@@ -105,8 +105,13 @@ class PagedBatch:
         self._new_slots = np.concatenate(
             [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
         )
-        self._context_slots = pad_slots(rows)
-        self._tables = [self.sequences.manager.get_block_ids(request.request_id) for request in self.requests]
+        self._context_slots = pad_rows(rows)
+        self._tables = pad_rows(
+            [
+                np.asarray(self.sequences.manager.get_block_ids(request.request_id), np.int64)
+                for request in self.requests
+            ]
+        )
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store K and V of the new tokens: (num_rows, num_kv_heads, width, head_size), padding left out."""
@@ -131,11 +136,10 @@ class PagedBatch:
         """
         attended = paged_attention(
             self._flatten(query),
-            self.sequences.storage,
-            layer,
+            *self.sequences.storage.get_caches(layer),
             self._tables,
             self._ends,
-            self._counts,
+            np.cumsum([0, *self._counts]),
             scale=scale,
         )
         output = query.new_zeros(query.transpose(1, 2).shape)

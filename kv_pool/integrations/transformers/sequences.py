@@ -306,8 +306,8 @@ class PagedSequences:
         return True
 
 
-def pad_slots(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """(num_rows, longest) slots; short rows repeat their first one, whose K and V are numbers."""
+def pad_rows(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """(num_rows, longest) slots or block ids; short rows repeat their first one, whose K and V are numbers."""
     padded = np.empty((len(rows), max(len(row) for row in rows)), np.int64)
     for place, row in zip(padded, rows, strict=True):
         place[: len(row)] = row
