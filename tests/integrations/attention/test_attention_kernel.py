@@ -1,6 +1,9 @@
 """The Triton kernel in the interpreter, and as the compiler makes it for a GPU that need not be there."""
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 from integrations.attention.made_batch import check, make_batch
@@ -12,10 +15,18 @@ pytestmark = pytest.mark.triton
 def attend(monkeypatch):
     """The kernel's launch, on CPU tensors in Triton's interpreter."""
     import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
 
     from kv_pool.integrations.attention import triton_attention
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Triton decides when it is imported whether its own functions are interpreted.
+    for module in (tl, tl.standard):
+        for name, member in list(vars(module).items()):
+            if isinstance(member, JITFunction):
+                monkeypatch.setattr(module, name, InterpretedFunction(member.fn))
     triton_attention.make_kernel.cache_clear()
 
     def launch(batch, window=None, num_splits=None):
@@ -73,39 +84,47 @@ def test_batches_of_any_shape_equal_dense_attention(seed, attend):
     check(batch, attend(batch, window, rng.choice([1, 2])), 1e-5, window=window)
 
 
-@pytest.mark.parametrize("query_tokens", [1, 512])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_it_compiles_for_sm_90(dtype, query_tokens, tmp_path, monkeypatch):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kv_pool.integrations.attention import triton_attention
 
-    from kv_pool.integrations.attention import triton_attention
+for dtype in ("fp16", "bf16", "fp32"):
+    for query_tokens in (1, 512):
+        kernel = triton_attention.make_kernel.__wrapped__()
+        constants = triton_attention.choose_constants(32, 8, 128, 16, query_tokens)
+        kinds = dict.fromkeys(("query", "key_cache", "value_cache", "output"), f"*{dtype}")
+        kinds |= dict.fromkeys(("block_tables", "seq_lens", "query_start_loc"), "*i32")
+        kinds |= {"sum_logs": "*fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(
+            fn=kernel,
+            signature={name: kinds.get(name, "i32") for name in kernel.arg_names},
+            constexprs=constants,
+            # As a launch finds them: pointers and strides are multiples of 16.
+            attrs={
+                (number,): [["tt.divisibility", 16]]
+                for number, name in enumerate(kernel.arg_names)
+                if name.endswith(("_stride", "query", "cache", "output"))
+            },
+        )
+        options = {"num_warps": triton_attention.NUM_WARPS}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        # Products of 16-bit types are done by tensor cores, and K and V are loaded 16 bytes at a time.
+        assert ("mma" in ptx) == (dtype != "fp32"), (dtype, query_tokens)
+        assert "v4.b32" in ptx, (dtype, query_tokens)
+        assert compiled.metadata.shared < 228 * 1024, compiled.metadata.shared
+        print(dtype, query_tokens)
+"""
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton 3.9 warns that its default will change
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernel = triton_attention.make_kernel.__wrapped__()
-    constants = triton_attention.choose_constants(32, 8, 128, 16, query_tokens)
-    tables = ("block_tables", "seq_lens", "query_start_loc")
-    kinds = dict.fromkeys(("query", "key_cache", "value_cache", "output"), f"*{dtype}")
-    kinds |= dict.fromkeys(tables, "*i32") | {"sum_logs": "*fp32", "scale": "fp32"}
-    kinds |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=kernel,
-        signature={name: kinds.get(name, "i32") for name in kernel.arg_names},
-        constexprs=constants,
-        # As a launch finds them: pointers and strides are multiples of 16.
-        attrs={
-            (number,): [["tt.divisibility", 16]]
-            for number, name in enumerate(kernel.arg_names)
-            if name.endswith(("_stride", "query", "cache", "output"))
-        },
+
+def test_it_compiles_for_sm_90(tmp_path):
+    """In a process of its own: Triton cannot compile where it was imported to interpret."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
-    options = {"num_warps": triton_attention.NUM_WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    # Products of 16-bit types are done by tensor cores, and K and V are loaded 16 bytes at a time.
-    assert ("mma" in ptx) == (dtype != "fp32")
-    assert "v4.b32" in ptx
-    assert compiled.metadata.shared < 228 * 1024
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 6
