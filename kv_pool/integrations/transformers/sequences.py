@@ -130,9 +130,13 @@ class PagedSequences:
         return self.manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=True) is not None
 
     def begin_step(self) -> None:
-        """All slots of a step are reserved, and none is written yet: what was in them goes to the tiers."""
+        """All slots of a step are reserved, and none is written yet.
+
+        What was in them goes to the tiers, and blocks that replace shared ones get their bytes.
+        """
         if self.tiers is not None:
             self.tiers.flush()
+        self.storage.apply_moves(self.manager.take_block_copies())
 
     def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slots of the request's positions `[start, stop)` right now: (stop - start,), int64."""
