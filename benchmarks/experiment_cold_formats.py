@@ -178,6 +178,7 @@ class ColdPrefix:
         """Attention of these queries of the continuation in each layer, over what is in the slots."""
         table = self.sequences.manager.get_block_ids("r")
         storage = self.sequences.storage
+        assert isinstance(storage, KVStorage)
         return [
             paged_attention(query, *storage.get_caches(layer), [table], [WINDOW], [0, CONTINUATION])
             for layer, query in enumerate(queries)

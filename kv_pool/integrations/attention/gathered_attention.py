@@ -158,7 +158,7 @@ class _BlockGather:
         return found[0], found[1]
 
     def _view_by_head(self, cache: torch.Tensor) -> torch.Tensor:
-        """(num_rows, block_size, head_size): row block * units[0] + head * units[1] is a block of one head."""
+        """(num_rows, block_size, head_size): a head of a block is row block * units[0] + head * units[1]."""
         num_blocks, block_size, num_heads, width = cache.shape
         block_stride, token_stride, head_stride, _ = cache.stride()
         unit = gcd(block_stride, head_stride)
@@ -205,10 +205,9 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, and the logarithm of the sum of exponentials of each row's scores."""
     if query.device.type == "cpu":
-        # What torch's scaled_dot_product_attention calls on a CPU; that does not return the logarithms.
-        attended, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=mask, scale=scale
-        )
+        # What scaled_dot_product_attention calls on a CPU; that one does not return the logarithms.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 # see above
+        attended, logs = flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         return attended, logs
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale

@@ -13,7 +13,6 @@ from kv_pool.integrations.attention.gathered_attention import attend_gathered
 from kv_pool.integrations.attention.triton_attention import attend_by_triton, can_use_triton
 
 
-@torch.no_grad()
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -43,8 +42,8 @@ def paged_attention(
     Args:
         query: (num_tokens, num_heads, head_size), the sequences one after another. num_heads is a multiple of
             num_kv_heads; query head h reads KV head h // (num_heads // num_kv_heads).
-        key_cache, value_cache: (num_blocks, block_size, num_kv_heads, head_size), dtype and device of `query`,
-            any strides with adjacent elements of a head: `KVStorage.get_caches`.
+        key_cache, value_cache: (num_blocks, block_size, num_kv_heads, head_size), dtype and device of
+            `query`, any strides with adjacent elements of a head: `KVStorage.get_caches`.
         block_tables: (num_seqs, max_num_blocks), integers. Entries beyond a sequence's last token are not
             read, nor are those before its window.
         seq_lens: (num_seqs,), integers: tokens of each sequence with K and V, its query tokens included.
@@ -69,9 +68,9 @@ def paged_attention(
     Cost: O(query tokens * seq_len) a sequence; memory for the output in float32, and a few MiB.
     """
     _check_tensors(query, key_cache, value_cache)
-    num_tokens, num_heads, head_size = query.shape
+    num_tokens = len(query)
     if scale is None:
-        scale = head_size**-0.5
+        scale = query.shape[2] ** -0.5
     if sliding_window is not None and sliding_window < 1:
         raise InvalidArgumentError(f"a sliding window of {sliding_window} tokens; None is no window")
     if query_start_loc is None:
@@ -83,20 +82,13 @@ def paged_attention(
         block_tables, seq_lens, query_start_loc = tables, lengths, starts
     if num_tokens == 0:
         return torch.empty_like(query)
-    if can_use_triton(query):
-        return attend_by_triton(
-            query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, sliding_window
-        )
-    return attend_gathered(
-        query,
-        key_cache,
-        value_cache,
-        _to_host(block_tables),
-        _to_host(seq_lens),
-        _to_host(query_start_loc),
-        scale,
-        sliding_window,
-    )
+    with torch.no_grad():
+        if can_use_triton(query):
+            return attend_by_triton(
+                query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, sliding_window
+            )
+        tables, lengths, starts = (_to_host(given) for given in (block_tables, seq_lens, query_start_loc))
+        return attend_gathered(query, key_cache, value_cache, tables, lengths, starts, scale, sliding_window)
 
 
 def _count_rows(seq_lens: Any) -> int:

@@ -137,7 +137,7 @@ def _choose_splits(device: torch.device, num_programs: int, num_tokens: int) -> 
     if device.type == "cpu":
         return 1
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(wanted // num_programs, num_tokens // _MIN_SPLIT_TOKENS))
+    return max(1, min(int(wanted) // num_programs, num_tokens // _MIN_SPLIT_TOKENS))
 
 
 def _round_up_to_power(count: int) -> int:

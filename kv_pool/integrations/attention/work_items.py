@@ -1,4 +1,4 @@
-"""Work items: a batch of sequences of any lengths, cut into pieces of similar size that are computed together."""
+"""Work items: sequences of any lengths, cut into pieces of similar size that are computed together."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def iterate_items(
     query_lens = np.diff(query_start_loc)
     num_tiles = -(-query_lens // tile_tokens)
     sequences = np.repeat(np.arange(len(seq_lens)), num_tiles)
-    firsts = (np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
+    firsts = (
+        np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    ) * tile_tokens
     tile_lens = np.minimum(query_lens[sequences] - firsts, tile_tokens)
     tile_rows = query_start_loc[sequences] + firsts
     tile_positions = (seq_lens - query_lens)[sequences] + firsts

@@ -12,6 +12,7 @@ from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.integrations.attention.paged_attention import paged_attention
 from kv_pool.integrations.transformers.sequences import PagedSequences, pad_rows
 from kv_pool.manager.requests.request import Request
+from kv_pool.storage.sharded_storage import ShardedStorage
 
 
 class PagedBatch:
@@ -117,7 +118,9 @@ class PagedBatch:
             for request, end in zip(self.requests, self._ends, strict=True)
         ]
         # Beams of a prompt are one request until they part: the first one writes.
-        self._writers = [row for row, request in enumerate(self.requests) if request not in self.requests[:row]]
+        self._writers = [
+            row for row, request in enumerate(self.requests) if request not in self.requests[:row]
+        ]
         self._new_slots = np.concatenate([rows[row][len(rows[row]) - counts[row] :] for row in self._writers])
         self._context_slots = pad_rows(rows)
         self._tables = pad_rows(
@@ -149,14 +152,19 @@ class PagedBatch:
 
         What comes back for padding is zeros.
         """
-        attended = paged_attention(
-            self._flatten(query, range(len(self.requests))),
-            *self.sequences.storage.get_caches(layer),
-            self._tables,
-            self._ends,
-            np.cumsum([0, *self._counts]),
-            scale=scale,
-        )
+        storage = self.sequences.storage
+        flat = self._flatten(query, range(len(self.requests)))
+        if isinstance(storage, ShardedStorage):
+            shards, parts = storage.shards, storage.split_heads(flat)
+        else:
+            shards, parts = [storage], [flat]
+        starts = np.cumsum([0, *self._counts])
+        # All shards' work is queued before the first result is fetched.
+        found = [
+            paged_attention(part, *shard.get_caches(layer), self._tables, self._ends, starts, scale=scale)
+            for shard, part in zip(shards, parts, strict=True)
+        ]
+        attended = torch.cat([part.to(query.device) for part in found], 1)
         output = query.new_zeros(query.transpose(1, 2).shape)
         for row, some in zip(output, attended.split(self._counts), strict=True):
             row[: len(some)] = some
@@ -180,8 +188,8 @@ class PagedBatch:
         """
         if self.num_beams == 1:
             raise InvalidArgumentError(
-                "beam search puts rows in the place of others: PagedCache(sequences, requests, num_beams=...) "
-                "as many as generate() is called with. To let a request go on in two ways, "
+                "beam search puts rows in the place of others: PagedCache(..., num_beams=...) as many as "
+                "generate() is called with. To let a request go on in two ways, "
                 "PagedSequences.fork() it"
             )
         if [row // self.num_beams for row in rows] != [

@@ -64,7 +64,9 @@ def test_splits_are_merged(window, num_splits, attend):
     check(batch, attend(batch, window, num_splits), 1e-5, window=window)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 60))])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 60))]
+)
 def test_batches_of_any_shape_equal_dense_attention(seed, attend):
     rng = random.Random(seed)
     num_kv_heads = rng.randint(1, 2)

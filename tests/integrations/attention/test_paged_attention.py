@@ -33,11 +33,18 @@ def test_it_equals_dense_attention(kind, num_heads, dtype, tolerance, layout, de
     seq_lens = [1, 9, 16, 30]
     query_lens = {"decode": [1] * 4, "prefill": seq_lens, "mixed": [1, 3, 16, 1]}[kind]
     batch = make_batch(seq_lens, query_lens, num_heads, dtype=dtype, device=device, layout=layout)
-    check(batch, batch.attend(scale=None if kind != "mixed" else 0.7), tolerance, 0.7 if kind == "mixed" else None)
+    check(
+        batch,
+        batch.attend(scale=None if kind != "mixed" else 0.7),
+        tolerance,
+        0.7 if kind == "mixed" else None,
+    )
 
 
 @pytest.mark.usefixtures("_small_pieces")
-@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(s, marks=pytest.mark.slow) for s in range(20, 400))])
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(s, marks=pytest.mark.slow) for s in range(20, 400))]
+)
 def test_batches_of_any_shape_equal_dense_attention(seed):
     rng = random.Random(seed)
     num_kv_heads = rng.randint(1, 3)
