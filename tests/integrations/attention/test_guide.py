@@ -15,6 +15,7 @@ GUIDE = Path(kv_pool.__file__).parent / "integrations" / "attention" / "README.m
 
 
 def test_the_guide_to_attention_prints_what_it_says():
-    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE.read_text(), re.DOTALL).groups()
+    guide = GUIDE.read_text()
+    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", guide, re.DOTALL).groups()
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == output
