@@ -14,7 +14,8 @@ TILE_TOKENS = 256
 BATCH_BYTES = 4 * 1024 * 1024
 """K and V of a batch of items. They are written and read again at once, so they should fit in a cache."""
 
-_MERGE_ELEMENTS = 4 * 1024 * 1024
+MERGE_ELEMENTS = 4 * 1024 * 1024
+"""Elements of results that are collected before they are summed."""
 
 # For scores that must not count: finite, so that a query token which sees nothing of a chunk gets a weight of
 # 0 when chunks are merged, and not NaN.
@@ -87,11 +88,12 @@ class _Merge:
         """Results of query tokens `rows`, (num_rows,), and the logarithms of their sums of exponentials."""
         self._added.append((rows, attended, logs))
         self._num_elements += attended.numel()
-        if self._num_elements > _MERGE_ELEMENTS:
+        if self._num_elements > MERGE_ELEMENTS:
             self._sum()
 
     def finish(self) -> torch.Tensor:
-        self._sum()
+        if self._added:
+            self._sum()
         return (self._sums / self._weights[..., None]).to(self._dtype)
 
     def _sum(self) -> None:

@@ -22,6 +22,7 @@ def _small_pieces(monkeypatch):
     monkeypatch.setattr(gathered_attention, "CHUNK_TOKENS", 16)
     monkeypatch.setattr(gathered_attention, "TILE_TOKENS", 8)
     monkeypatch.setattr(gathered_attention, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(gathered_attention, "MERGE_ELEMENTS", 300)
 
 
 @pytest.mark.parametrize("device", DEVICES)
