@@ -18,7 +18,8 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage, paged_attention
+from kv_pool.integrations.attention import paged_attention
+from kv_pool.integrations.transformers import PagedCache, PagedSequences, allocate_storage
 from kv_pool.integrations.transformers.cache import attend_over_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import Request
@@ -177,8 +178,9 @@ class ColdPrefix:
         """Attention of these queries of the continuation in each layer, over what is in the slots."""
         table = self.sequences.manager.get_block_ids("r")
         storage = self.sequences.storage
+        assert isinstance(storage, KVStorage)
         return [
-            paged_attention(query, storage, layer, [table], [WINDOW], [CONTINUATION])
+            paged_attention(query, *storage.get_caches(layer), [table], [WINDOW], [0, CONTINUATION])
             for layer, query in enumerate(queries)
         ]
 

@@ -14,6 +14,7 @@ FOREIGN = {
     "_value_": "Enum",
     "_prompt_embeds_per_block_hashes": "vLLM's Request",
     "_insert_block_hash": "vLLM's BlockPool",
+    "_scaled_dot_product_flash_attention_for_cpu": "torch: attention with its log-sum-exp",
 }
 
 

@@ -81,16 +81,16 @@ class KVStorage(BlockStorage):
         block_format = f"{dtype} " + " ".join(f"{letter}={sizes[letter]}" for letter in order)
         super().__init__(SegmentTable.from_segments(segments, sizes["B"]), device, block_format, copy)
         axes = described[0][2]
-        self._views = [
-            tuple(
-                _view_tokens(
-                    tensors[find_tensor(layout.lists, sizes, {"L": layer, "2": which})],
-                    axes,
-                    {"L": layer, "2": which},
-                )
+        self._places = [
+            [
+                (find_tensor(layout.lists, sizes, {"L": layer, "2": which}), axes, {"L": layer, "2": which})
                 for which in range(2 if layout.has_values else 1)
-            )
+            ]
             for layer in range(self.num_layers)
+        ]
+        self._views = [
+            tuple(_view_tokens(_view_bits(tensors[number]), axes, at) for number, axes, at in places)
+            for places in self._places
         ]
 
     @classmethod
@@ -248,6 +248,25 @@ class KVStorage(BlockStorage):
         found = [self._from_bits(view[blocks, offsets]) for view in views]
         return found[0], found[1] if self.has_values else None
 
+    def get_caches(self, layer: int) -> tuple[Any, Any]:
+        """A layer's K and V as torch tensors on this storage's memory, as attention kernels take them.
+
+        Returns:
+            (key, value): each (num_blocks, block_size, num_kv_heads, head_size), self.dtype, on self.device,
+            with strides by the layout, and adjacent elements of a head. The value of a latent cache is None.
+            `resize` leaves them on the old memory.
+        Raises:
+            InvalidArgumentError: no such layer.
+        """
+        import torch
+
+        self._get_views(layer)
+        found = []
+        for number, axes, at in self._places[layer]:
+            tensor = torch.as_tensor(self.tensors[number])
+            found.append(_view_tokens(tensor.view(getattr(torch, self.dtype)), axes, at))
+        return found[0], found[1] if self.has_values else None
+
     def resize(self, num_blocks: int) -> None:
         """Move to new memory of `num_blocks` blocks; those there were keep their bytes, new ones are zeros.
 
@@ -274,7 +293,8 @@ class KVStorage(BlockStorage):
         )
         kept = np.arange(min(num_blocks, self.num_blocks))
         self.copy_to(made, np.stack([kept, kept], axis=1))
-        self.tensors, self.segments, self._views = made.tensors, made.segments, made._views
+        self.tensors, self.segments = made.tensors, made.segments
+        self._views, self._places = made._views, made._places
         self._scratch = None
 
     def _get_views(self, layer: int) -> tuple[Any, ...]:
@@ -336,20 +356,22 @@ class KVStorage(BlockStorage):
         return tensor.view(getattr(torch, self.dtype))
 
 
-def _view_tokens(tensor: Any, axes: Sequence[Axis], at: dict[str, int]) -> Any:
-    """One layer's K or V, (num_blocks, block_size, num_kv_heads, head_size), on the memory of a tensor.
-
-    The view is of integers (`view_bits`), and NumPy's on the CPU, since torch indexes slowly there.
-    """
+def _view_bits(tensor: Any) -> Any:
+    """Integers (`view_bits`), and NumPy's on the CPU, since torch indexes slowly there."""
     bits = view_bits(tensor)
     if not isinstance(bits, np.ndarray) and bits.device.type == "cpu":
         bits = bits.numpy()
-    bits = bits.reshape([axis.size for axis in axes])
+    return bits
+
+
+def _view_tokens(tensor: Any, axes: Sequence[Axis], at: dict[str, int]) -> Any:
+    """One layer's K or V, (num_blocks, block_size, num_kv_heads, head_size), on the memory of a tensor."""
+    view = tensor.reshape([axis.size for axis in axes])
     letters = [axis.letter for axis in axes]
-    bits = bits[tuple(at[letter] if letter in at else slice(None) for letter in letters)]
+    view = view[tuple(at[letter] if letter in at else slice(None) for letter in letters)]
     letters = [letter for letter in letters if letter not in at]
     if "H" not in letters:
-        bits = bits[..., None]
+        view = view[..., None]
         letters.append("H")
     order = [letters.index(letter) for letter in "BNHD"]
-    return bits.transpose(order) if isinstance(bits, np.ndarray) else bits.permute(order)
+    return view.transpose(order) if isinstance(view, np.ndarray) else view.permute(order)

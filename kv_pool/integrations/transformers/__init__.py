@@ -1,7 +1,6 @@
 """Hugging Face transformers generating from the pool's blocks; needs the extra `transformers`."""
 
 from kv_pool.integrations.transformers.cache import PagedCache
-from kv_pool.integrations.transformers.paged_attention import paged_attention
-from kv_pool.integrations.transformers.sequences import PagedSequences, allocate_storage
+from kv_pool.integrations.transformers.sequences import PagedSequences, allocate_shards, allocate_storage
 
-__all__ = ["PagedCache", "PagedSequences", "allocate_storage", "paged_attention"]
+__all__ = ["PagedCache", "PagedSequences", "allocate_shards", "allocate_storage"]

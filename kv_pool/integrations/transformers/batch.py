@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
-from kv_pool.integrations.transformers.paged_attention import paged_attention
-from kv_pool.integrations.transformers.sequences import PagedSequences, pad_slots
+from kv_pool.integrations.attention.paged_attention import paged_attention
+from kv_pool.integrations.transformers.sequences import PagedSequences, pad_rows
 from kv_pool.manager.requests.request import Request
+from kv_pool.storage.sharded_storage import ShardedStorage
 
 
 class PagedBatch:
@@ -24,9 +26,11 @@ class PagedBatch:
         requests: one a row, admitted.
         num_new_tokens: new tokens of each row, where they differ or rows have different lengths; by default
             the whole width of the input in every row.
+        num_beams: rows of each request, for beam search. Until the first `reorder` they are the request's
+            prompt, computed once for each beam and stored once.
     Raises:
-        InvalidArgumentError: no rows, a row without new tokens, or rows of different lengths without
-            `num_new_tokens`.
+        InvalidArgumentError: no rows, a row without new tokens, rows of different lengths without
+            `num_new_tokens`, or beams with it.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class PagedBatch:
         sequences: PagedSequences,
         requests: Sequence[Request],
         num_new_tokens: Sequence[int] | None = None,
+        num_beams: int = 1,
     ) -> None:
         lengths = [request.num_computed_tokens for request in requests]
         if not lengths or (num_new_tokens is None and len(set(lengths)) > 1):
@@ -43,8 +48,17 @@ class PagedBatch:
             )
         if num_new_tokens is not None and (len(num_new_tokens) != len(lengths) or min(num_new_tokens) < 1):
             raise InvalidArgumentError(f"{len(lengths)} rows with {list(num_new_tokens)} new tokens")
+        if num_beams < 1 or (num_beams > 1 and num_new_tokens is not None):
+            raise InvalidArgumentError(
+                f"{num_beams} beams; there is at least one, and several have no num_new_tokens"
+            )
         self.sequences = sequences
-        self.requests = list(requests)
+        self.num_beams = num_beams
+        self._beams: list[list[Request]] = [
+            [request, *(cast(Request, Beam(request, number)) for number in range(1, num_beams))]
+            for request in requests
+        ]
+        self.requests = [request for request in requests for _ in range(num_beams)]
         self.num_new_tokens = None if num_new_tokens is None else list(num_new_tokens)
 
     @property
@@ -77,7 +91,8 @@ class PagedBatch:
         if num_rows != len(self.requests) or max(counts) != width:
             raise InvalidArgumentError(
                 f"an input of {num_rows} rows of {width} tokens for rows with {counts} new tokens. With "
-                "generate() each row is a request: num_return_sequences and num_beams take one for each"
+                "generate() each row is a request: num_return_sequences takes one for each, "
+                "and beam search PagedCache(..., num_beams=...)"
             )
         for request, count in zip(self.requests, counts, strict=True):
             if count > 1 and request.num_computed_tokens + count > request.num_tokens:
@@ -102,15 +117,23 @@ class PagedBatch:
             self.sequences.get_slots(request, 0, end)
             for request, end in zip(self.requests, self._ends, strict=True)
         ]
-        self._new_slots = np.concatenate(
-            [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
+        # Beams of a prompt are one request until they part: the first one writes.
+        self._writers = [
+            row for row, request in enumerate(self.requests) if request not in self.requests[:row]
+        ]
+        self._new_slots = np.concatenate([rows[row][len(rows[row]) - counts[row] :] for row in self._writers])
+        self._context_slots = pad_rows(rows)
+        self._tables = pad_rows(
+            [
+                np.asarray(self.sequences.manager.get_block_ids(request.request_id), np.int64)
+                for request in self.requests
+            ]
         )
-        self._context_slots = pad_slots(rows)
-        self._tables = [self.sequences.manager.get_block_ids(request.request_id) for request in self.requests]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store K and V of the new tokens: (num_rows, num_kv_heads, width, head_size), padding left out."""
-        self.sequences.storage.write(layer, self._new_slots, self._flatten(key), self._flatten(value))
+        key, value = (self._flatten(states, self._writers) for states in (key, value))
+        self.sequences.storage.write(layer, self._new_slots, key, value)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all rows, gathered: (num_rows, num_kv_heads, longest, head_size), copies.
@@ -129,15 +152,19 @@ class PagedBatch:
 
         What comes back for padding is zeros.
         """
-        attended = paged_attention(
-            self._flatten(query),
-            self.sequences.storage,
-            layer,
-            self._tables,
-            self._ends,
-            self._counts,
-            scale=scale,
-        )
+        storage = self.sequences.storage
+        flat = self._flatten(query, range(len(self.requests)))
+        if isinstance(storage, ShardedStorage):
+            shards, parts = storage.shards, storage.split_heads(flat)
+        else:
+            shards, parts = [storage], [flat]
+        starts = np.cumsum([0, *self._counts])
+        # All shards' work is queued before the first result is fetched.
+        found = [
+            paged_attention(part, *shard.get_caches(layer), self._tables, self._ends, starts, scale=scale)
+            for shard, part in zip(shards, parts, strict=True)
+        ]
+        attended = torch.cat([part.to(query.device) for part in found], 1)
         output = query.new_zeros(query.transpose(1, 2).shape)
         for row, some in zip(output, attended.split(self._counts), strict=True):
             row[: len(some)] = some
@@ -148,7 +175,66 @@ class PagedBatch:
         for request, end in zip(self.requests, self._ends, strict=True):
             self.sequences.note_computed(request, end)
 
-    def _flatten(self, states: torch.Tensor) -> torch.Tensor:
-        """(num_rows, heads, width, head_size) to (new tokens of all rows, heads, head_size)."""
-        rows = states.transpose(1, 2)
-        return torch.cat([row[:count] for row, count in zip(rows, self._counts, strict=True)])
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Let row i go on from where row `rows[i]` is, in the same blocks.
+
+        Rows share blocks; the first that writes to a shared block gets a copy of it. No K and V are copied
+        here. Rows that no other goes on from lose their blocks.
+
+        Args:
+            rows: one a row, each a beam of the same request.
+        Raises:
+            InvalidArgumentError: made without `num_beams`, or a row of another request. Nothing has changed.
+        """
+        if self.num_beams == 1:
+            raise InvalidArgumentError(
+                "beam search puts rows in the place of others: PagedCache(..., num_beams=...) as many as "
+                "generate() is called with. To let a request go on in two ways, "
+                "PagedSequences.fork() it"
+            )
+        if [row // self.num_beams for row in rows] != [
+            row // self.num_beams for row in range(len(self.requests))
+        ]:
+            raise InvalidArgumentError(f"rows {list(rows)} mix the beams of {len(self._beams)} requests")
+        sources = [self.requests[row] for row in rows]
+        manager = self.sequences.manager
+        for request in list_distinct(self.requests):
+            if request not in sources:
+                manager.free(request)
+        placed: list[Request] = []
+        for row, source in enumerate(sources):
+            request = source
+            if source in placed:
+                beams = self._beams[row // self.num_beams]
+                request = next(beam for beam in beams if beam not in sources and beam not in placed)
+                request.num_computed_tokens = source.num_computed_tokens
+                manager.fork(source, request)
+            placed.append(request)
+        self.requests = placed
+
+    def free(self) -> None:
+        """Release the blocks of all rows. The requests may be admitted again."""
+        for request in list_distinct(self.requests):
+            self.sequences.free(request)
+
+    def _flatten(self, states: torch.Tensor, rows: Iterable[int]) -> torch.Tensor:
+        """(num_rows, heads, width, head_size) to (new tokens of these rows, heads, head_size)."""
+        states = states.transpose(1, 2)
+        return torch.cat([states[row, : self._counts[row]] for row in rows])
+
+
+class Beam:
+    """A row of beam search beside the request's own: the request's prompt, and blocks under another id."""
+
+    def __init__(self, request: Request, number: int) -> None:
+        self.request_id = f"{request.request_id}, beam {number}"
+        self.num_computed_tokens = 0
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def list_distinct(requests: Sequence[Request]) -> list[Request]:
+    """Each request once, in order."""
+    return list({id(request): request for request in requests}.values())

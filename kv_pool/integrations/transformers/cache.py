@@ -68,10 +68,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         self._refuse("crop")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
-        raise InvalidArgumentError(
-            "beam search puts rows in the place of others, and each row here is a request with its blocks: "
-            "generate with num_beams=1, and where a request is to go on in two ways, PagedSequences.fork() it"
-        )
+        self._refuse("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         self._refuse("batch_repeat_interleave")
@@ -105,13 +102,19 @@ class PagedCache(Cache):  # type: ignore[misc]
         logits = model(**cache.make_inputs()).logits             # row i: its tokens, then padding
 
     Args:
-        sequences, requests, num_new_tokens: see `PagedBatch`.
+        sequences, requests, num_new_tokens, num_beams: see `PagedBatch`.
         gathers: True: any attention implementation works, on copies of the rows' K and V. False: the model's
             attention is `ATTENTION_NAME`, which reads the blocks.
 
     Blocks may be moved, shared, evicted and migrated whenever no forward pass is running; a pass looks its
-    slots up in its first layer. Beam search and assisted decoding are refused: they reorder or crop rows.
-    So is `use_cache=False`: it feeds computed tokens again.
+    slots up in its first layer. Assisted decoding is refused, since it crops rows, and so is
+    `use_cache=False`: it feeds computed tokens again.
+
+    Beam search, whose beams share blocks:
+
+        cache = PagedCache(sequences, [request], num_beams=4)
+        output = model.generate(torch.tensor([request.all_token_ids]), past_key_values=cache, num_beams=4)
+        cache.free()
     """
 
     def __init__(
@@ -121,12 +124,21 @@ class PagedCache(Cache):  # type: ignore[misc]
         num_new_tokens: Sequence[int] | None = None,
         *,
         gathers: bool = True,
+        num_beams: int = 1,
     ) -> None:
-        self.batch = PagedBatch(sequences, requests, num_new_tokens)
+        self.batch = PagedBatch(sequences, requests, num_new_tokens, num_beams)
         self.gathers = gathers
         super().__init__(
             layers=[PagedLayer(self.batch, layer, gathers) for layer in range(sequences.storage.num_layers)]
         )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i go on from where row `beam_idx[i]` is: see `PagedBatch.reorder`."""
+        self.batch.reorder(beam_idx.tolist())
+
+    def free(self) -> None:
+        """Release the blocks of all rows, those of beams included. The requests may be admitted again."""
+        self.batch.free()
 
     def make_inputs(self) -> dict[str, Any]:
         """What the model is called with to compute the next `num_new_tokens` tokens of each row.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequence_owner import SequenceOwner
 from kv_pool.storage.kv_storage import KVStorage
+from kv_pool.storage.move_plan import Moves
+from kv_pool.storage.sharded_storage import ShardedStorage
 from kv_pool.tiers.read_back import TierReadBack
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -36,16 +39,38 @@ def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str =
         num_blocks: those of the pool, the null block included.
         layout: see `KVStorage.allocate`.
     """
+    return _allocate(model, num_blocks, block_size, layout, str(model.device), 1)
+
+
+def allocate_shards(
+    model: Any, num_blocks: int, block_size: int, devices: Sequence[str], layout: str = "NHD"
+) -> ShardedStorage:
+    """The same with an equal part of the KV heads on each of these devices; one may occur several times.
+
+    Raises:
+        InvalidArgumentError: no devices, or a number of KV heads that is no multiple of theirs.
+    """
+    num_kv_heads = model.config.get_text_config().num_key_value_heads
+    if not devices or num_kv_heads % len(devices):
+        raise InvalidArgumentError(f"{num_kv_heads} KV heads do not go in equal parts to {list(devices)}")
+    return ShardedStorage(
+        [_allocate(model, num_blocks, block_size, layout, device, len(devices)) for device in devices]
+    )
+
+
+def _allocate(
+    model: Any, num_blocks: int, block_size: int, layout: str, device: str, num_shards: int
+) -> KVStorage:
     config = model.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KVStorage.allocate(
         num_blocks,
         block_size,
         config.num_hidden_layers,
-        config.num_key_value_heads,
+        config.num_key_value_heads // num_shards,
         head_size,
         str(model.dtype).removeprefix("torch."),
-        str(model.device),
+        device,
         layout,
         library="torch",
     )
@@ -64,7 +89,8 @@ class PagedSequences:
 
     Args:
         manager: of the pool that the blocks come from.
-        storage: torch tensors with a block for each of the pool's and the manager's block size.
+        storage: torch tensors with a block for each of the pool's and the manager's block size; several
+            devices', each with some of the heads, as a `ShardedStorage`.
         run_length: what `get_fragmentation_rate` is about.
         tiers: colder homes of the pool's blocks; `admit` reads back what they have of a request.
     Raises:
@@ -77,7 +103,7 @@ class PagedSequences:
     def __init__(
         self,
         manager: KVCacheManager,
-        storage: KVStorage,
+        storage: KVStorage | ShardedStorage,
         run_length: int = DEFAULT_RUN_LENGTH,
         tiers: TieredCache | None = None,
     ) -> None:
@@ -130,9 +156,13 @@ class PagedSequences:
         return self.manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=True) is not None
 
     def begin_step(self) -> None:
-        """All slots of a step are reserved, and none is written yet: what was in them goes to the tiers."""
+        """All slots of a step are reserved, and none is written yet.
+
+        What was in them goes to the tiers, and blocks that replace shared ones get their bytes.
+        """
         if self.tiers is not None:
             self.tiers.flush()
+        self.storage.apply_moves(self.manager.take_block_copies())
 
     def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slots of the request's positions `[start, stop)` right now: (stop - start,), int64."""
@@ -220,8 +250,16 @@ class PagedSequences:
             lock: held by whoever admits, runs or frees requests, for all of a forward pass; reentrant. None
                 for a new one: the site's `lock`.
 
+        Raises:
+            InvalidArgumentError: a `ShardedStorage`, whose blocks are on several devices.
+
         Do not run a request of the site's `list_frozen()`: it is on its way.
         """
+        if isinstance(self.storage, ShardedStorage):
+            raise InvalidArgumentError(
+                f"blocks in {len(self.storage.shards)} shards do not go to other processes; migrate() takes "
+                "them to another pool of this one"
+            )
         sequences = ManagerSequences(self.manager, self.storage, lock)
         return PoolSite(sequences, hasher=hasher, owner=_RequestOwner(requests, hasher))
 
@@ -283,6 +321,14 @@ class PagedSequences:
             raise InvalidArgumentError(f"a {type(pool).__name__} does not know its runs; use a RunBlockPool")
         return pool
 
+    def _find_copy(self, target: PagedSequences) -> Callable[[Moves], None]:
+        """How blocks are copied to a target's storage."""
+        if isinstance(self.storage, ShardedStorage) and isinstance(target.storage, ShardedStorage):
+            return partial(self.storage.copy_to, target.storage)
+        if isinstance(self.storage, KVStorage) and isinstance(target.storage, KVStorage):
+            return partial(self.storage.copy_to, target.storage)
+        raise InvalidArgumentError("one of the two storages is a ShardedStorage, the other is not")
+
     def _copy_to(
         self, request: Request, target: PagedSequences, copy: Request, num_tokens: int | None = None
     ) -> bool:
@@ -292,6 +338,7 @@ class PagedSequences:
         """
         num_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         manager = target.manager
+        copy_blocks = self._find_copy(target)
         prefix = manager.get_computed_blocks(copy, num_tokens)
         num_new_tokens = num_tokens - prefix.num_tokens
         if manager.allocate_slots(copy, num_new_tokens, prefix, delay_cache_blocks=True) is None:
@@ -302,7 +349,7 @@ class PagedSequences:
         moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
         manager.block_pool.store_pending()
         try:
-            self.storage.copy_to(target.storage, moves)
+            copy_blocks(moves)
         except BaseException:
             manager.free(copy)
             raise
@@ -310,8 +357,8 @@ class PagedSequences:
         return True
 
 
-def pad_slots(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """(num_rows, longest) slots; short rows repeat their first one, whose K and V are numbers."""
+def pad_rows(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """(num_rows, longest) slots or block ids; short rows repeat their first, whose K and V are written."""
     padded = np.empty((len(rows), max(len(row) for row in rows)), np.int64)
     for place, row in zip(padded, rows, strict=True):
         place[: len(row)] = row

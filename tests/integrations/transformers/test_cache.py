@@ -197,10 +197,10 @@ def test_what_a_batch_cannot_be_is_refused():
 @pytest.mark.parametrize(
     ("options", "num_requests", "said"),
     [
-        ({"num_beams": 2}, 2, "generate with num_beams=1"),
-        ({"num_beams": 2, "do_sample": True}, 2, "generate with num_beams=1"),
-        ({"num_beams": 2}, 1, "num_return_sequences and num_beams take one for each"),
-        ({"num_return_sequences": 2, "do_sample": True}, 1, "num_return_sequences and num_beams"),
+        ({"num_beams": 2}, 2, r"num_beams=\.\.\.\) as many"),
+        ({"num_beams": 2, "do_sample": True}, 2, r"num_beams=\.\.\.\) as many"),
+        ({"num_beams": 2}, 1, "beam search PagedCache"),
+        ({"num_return_sequences": 2, "do_sample": True}, 1, "num_return_sequences takes one for each"),
         ({"prompt_lookup_num_tokens": 2}, 1, "crop|fed again"),
         ({"use_cache": False}, 1, "Are computed ones fed again"),
     ],
