@@ -43,7 +43,7 @@ class Case:
 class Batch:
     """The K and V of a case in the blocks of a storage, in random order, and dense."""
 
-    def __init__(self, case: Case, layout: str, seed: int) -> None:
+    def __init__(self, case: Case, layout: str, seed: int, device: str) -> None:
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         self.case = case
@@ -59,24 +59,25 @@ class Batch:
             case.num_kv_heads,
             case.head_size,
             case.dtype,
+            device,
             layout=layout,
             library="torch",
         )
         self.caches = storage.get_caches(0)
         for cache in self.caches:
-            cache.copy_(torch.randn(cache.shape, generator=generator))
+            cache.copy_(torch.randn(cache.shape, generator=generator).to(device))
         shape = (sum(case.query_lens), case.num_heads, case.head_size)
-        self.query = torch.randn(shape, generator=generator).to(self.caches[0].dtype)
+        self.query = torch.randn(shape, generator=generator).to(self.caches[0])
         self.query_start_loc = np.cumsum([0, *case.query_lens])
         # (num_seqs, num_kv_heads, longest, head_size), contiguous; short sequences are padded.
         self.dense = [
-            cache[torch.from_numpy(self.tables.astype(np.int64))].flatten(1, 2).transpose(1, 2)
+            cache[torch.from_numpy(self.tables.astype(np.int64)).to(device)].flatten(1, 2).transpose(1, 2)
             for cache in self.caches
         ]
         self.dense = [dense[:, :, : max(case.seq_lens)].contiguous() for dense in self.dense]
         lengths = torch.tensor(case.seq_lens)[:, None]
         is_written = torch.arange(max(case.seq_lens)) < lengths
-        self.mask = None if bool(is_written.all()) else is_written[:, None, None]
+        self.mask = None if bool(is_written.all()) else is_written[:, None, None].to(device)
 
     def attend_paged(self) -> torch.Tensor:
         return paged_attention(
@@ -90,6 +91,7 @@ class Batch:
             zip(self.case.seq_lens, self.query.split(self.case.query_lens), strict=True)
         ):
             blocks = torch.from_numpy(self.tables[row, : -(-length // BLOCK_SIZE)].astype(np.int64))
+            blocks = blocks.to(self.query.device)
             key, value = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in self.caches)
             found = torch.nn.functional.scaled_dot_product_attention(
                 query.transpose(0, 1)[None], key[None], value[None], is_causal=len(query) > 1, enable_gqa=True
@@ -130,15 +132,28 @@ def list_cases(is_quick: bool, seed: int) -> list[Case]:
     ]
 
 
-def measure(ways: dict[str, Callable[[], torch.Tensor]], num_runs: int) -> dict[str, list[float]]:
-    """Milliseconds of the thread's processor time, a list a way; the ways take turns."""
+def read_clock(device: str) -> int:
+    """Nanoseconds; on a GPU after all that is queued there."""
+    if device == "cpu":
+        return time.thread_time_ns()
+    torch.cuda.synchronize(device)
+    return time.perf_counter_ns()
+
+
+def measure(
+    ways: dict[str, Callable[[], torch.Tensor]], num_runs: int, device: str
+) -> dict[str, list[float]]:
+    """Milliseconds a call, a list a way; the ways take turns.
+
+    On a CPU of the thread's processor time, on a GPU from the call to the end of its work.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     expected = ways["dense"]().float()
     for run in range(NUM_WARM_UP + num_runs):
         for name, way in ways.items():
-            started = time.thread_time_ns()
+            started = read_clock(device)
             found = way()
-            elapsed = (time.thread_time_ns() - started) / 1e6
+            elapsed = (read_clock(device) - started) / 1e6
             if run == 0:
                 torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
             elif run >= NUM_WARM_UP:
@@ -167,6 +182,7 @@ def print_rows(case: Case, layout: str, times: dict[str, list[float]]) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0 and the like")
     parser.add_argument("--runs", type=int, default=21)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="contexts of a sixteenth, 3 runs")
@@ -179,6 +195,7 @@ def main() -> None:
         "cpu": find_cpu_model(),
         "python": python_version(),
         "torch": f"{torch.__version__}, 1 thread, {torch.backends.cpu.get_cpu_capability()}",
+        "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(options.device),
         "kv_pool": kv_pool.__version__,
         "seed": options.seed,
         "load_average_at_start": os.getloadavg()[0],
@@ -188,7 +205,7 @@ def main() -> None:
     rows = []
     for case in list_cases(options.quick, options.seed):
         for layout in case.layouts:
-            batch = Batch(case, layout, options.seed)
+            batch = Batch(case, layout, options.seed, options.device)
             ways = {
                 "paged": batch.attend_paged,
                 "dense": batch.attend_dense,
@@ -196,7 +213,8 @@ def main() -> None:
             }
             if case.query_lens[0] == 1:
                 ways["dense, grouped"] = batch.attend_dense_grouped
-            rows.append(print_rows(case, layout, measure(ways, 3 if options.quick else options.runs)))
+            num_runs = 3 if options.quick else options.runs
+            rows.append(print_rows(case, layout, measure(ways, num_runs, options.device)))
     if options.json:
         options.json.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
 

@@ -57,6 +57,11 @@ class ShardedStorage:
         """Bytes of one block, all shards."""
         return sum(shard.block_bytes for shard in self.shards)
 
+    @property
+    def scratch_ids(self) -> range:
+        """The scratch blocks that every shard has: see `BlockStorage.scratch_ids`."""
+        return min((shard.scratch_ids for shard in self.shards), key=len)
+
     def write(self, layer: int, slots: Any, key: Any, value: Any) -> None:
         """Store K and V of tokens, all heads, on any device: see `KVStorage.write`.
 
