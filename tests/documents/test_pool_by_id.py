@@ -130,8 +130,10 @@ def test_block_info_is_a_mapping_of_the_blocks_in_use():
 
 
 def make_refusing_pool():
-    """The benchmark's pool. Of a full one it expects `MemoryError`, where the design's own three steps evict a
-    sequence; its sequence numbers repeat, so that it would go on with blocks of sequences that were evicted.
+    """Return the benchmark's pool, which raises `MemoryError` when it is full.
+
+    By default the pool evicts a sequence then, as the design's three steps do. The benchmark draws sequence
+    numbers again and again, so that it would go on with blocks of evicted sequences.
     """
     return GPUKVPool(total_blocks=10_000, block_size=16, eviction_policy=None)
 
