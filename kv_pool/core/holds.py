@@ -18,13 +18,11 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 
 
 class HoldState(Enum):
-    """Where a hold is in its life.
+    """Where a hold is in its life; OPEN and QUARANTINED ones have references, the others none.
 
-        OPEN -> RELEASED                   release()
-        OPEN -> EXPIRED                    expire(), the deadline has passed
-        OPEN -> QUARANTINED -> RELEASED    expire() of a hold that is quarantined, then release()
-
-    OPEN and QUARANTINED holds have references, the others none.
+    OPEN -> RELEASED                   release()
+    OPEN -> EXPIRED                    expire(), the deadline has passed
+    OPEN -> QUARANTINED -> RELEASED    expire() of a hold that is quarantined, then release()
     """
 
     OPEN = "open"

@@ -338,12 +338,10 @@ class BlockRetention:
 
     def note_admitted(self, request: SchedulableRequest) -> None:
         """A request has got its first blocks, hits included: its session needs no keeping any more."""
-        by_id = self._sessions.by_id
-        if not by_id:
-            return
-        session_id: str | None = getattr(request, "session_id", None)
-        if session_id is not None and session_id in by_id:
-            self.end_session(session_id)
+        if self._sessions.by_id:
+            session_id: str | None = getattr(request, "session_id", None)
+            if session_id is not None and session_id in self._sessions.by_id:
+                self.end_session(session_id)
 
     def expire(self) -> None:
         """Handle expired timers. Safe to call at any time; O(1) if none has expired."""
@@ -378,8 +376,6 @@ class BlockRetention:
             blocks: listed head first.
         """
         segments = self._directives.cut(request_id, group_id, first, len(blocks))
-        if not segments:
-            return
         try:
             for low, high, claims in segments:
                 if not claims:
