@@ -18,6 +18,8 @@ _MAX_PLACES: Final = 16
 """How many chunks of one order a search compares."""
 
 _MARKS: Final = [bytes([order + 1]) for order in range(64)]
+_INSIDE: Final = 255
+_INSIDE_ROW: Final = bytes([_INSIDE])
 
 _MIN_CHANGES: Final = 256
 """So many changes are noted in any pool before all chunks are made anew instead."""
@@ -35,7 +37,8 @@ class BuddySystem:
 
     def __init__(self) -> None:
         self.counts: list[int] = []
-        self._order_at: bytearray = bytearray()  # 1 + the order of the chunk that begins here; 0 for none
+        # 1 + the order of the chunk that begins here; _INSIDE within a chunk, 0 in none.
+        self._order_at: bytearray = bytearray()
         self._changed: list[int] = []
         self._is_stale: bool = True
 
@@ -99,7 +102,12 @@ class BuddySystem:
             self._free(start, at)
 
     def _free(self, first: i64, end: i64) -> None:
-        """Make the free ids `[first, end)` chunks, each as large as it can be, and merge them."""
+        """Make the free ids `[first, end)`, which are in no chunk, chunks, and merge them."""
+        self._order_at[first:end] = _INSIDE_ROW * (end - first)
+        self._cut(first, end)
+
+    def _cut(self, first: i64, end: i64) -> None:
+        """Make `[first, end)`, marked as inside a chunk, chunks, each as large as it can be."""
         while first < end:
             order: i64 = 0
             size: i64 = 1
@@ -118,7 +126,7 @@ class BuddySystem:
             buddy: i64 = first ^ size
             if buddy >= num_all or order_at[buddy] != order + 1:
                 break
-            order_at[buddy] = 0
+            order_at[buddy] = _INSIDE
             self.counts[order] -= 1
             first = min(first, buddy)
             order += 1
@@ -127,25 +135,26 @@ class BuddySystem:
 
     def _take(self, first: i64, end: i64) -> None:
         """Take the ids `[first, end)` out of their chunks, and split off what is beside them."""
+        order_at = self._order_at
         at: i64 = first
         while at < end:
+            if order_at[at] == 0:
+                at += 1
+                continue
             start: i64 = at
             order: i64 = 0
             size: i64 = 1
-            while self._order_at[start] != order + 1:
+            while order_at[start] != order + 1:
                 order += 1
                 size *= 2
-                if order >= len(self.counts):
-                    break
                 start = at - at % size
-            if order >= len(self.counts):
-                at += 1  # in no chunk
-                continue
-            self._order_at[start] = 0
             self.counts[order] -= 1
-            self._free(start, at)
-            at = min(start + size, end)
-            self._free(at, start + size)
+            order_at[start] = _INSIDE
+            stop: i64 = min(start + size, end)
+            order_at[at:stop] = bytes(stop - at)
+            self._cut(start, at)
+            self._cut(stop, start + size)
+            at = stop
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -215,7 +224,9 @@ class BuddySystem:
         """The chunks as (first id, order), by id."""
         self.update(ages)
         order_at = self._order_at
-        return [(first, order_at[first] - 1) for first in range(len(order_at)) if order_at[first]]
+        return [
+            (first, order_at[first] - 1) for first in range(len(order_at)) if 0 < order_at[first] < _INSIDE
+        ]
 
 
 def find_youngest(ages: bytearray, first: i64, end: i64, limit: i64) -> i64:
