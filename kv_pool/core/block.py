@@ -95,10 +95,6 @@ class KVCacheBlock:
     def block_hash(self) -> Any:
         return self.key  # bytes or None; Any, or compiled code would refuse what an engine put there
 
-    @block_hash.setter
-    def block_hash(self, block_hash: Any) -> None:
-        self.set_block_hash(block_hash)  # as before vLLM 0.33: a block that carries a hash refuses another
-
     @property
     def _block_hash(self) -> Any:
         return self.key  # vLLM's name of the field

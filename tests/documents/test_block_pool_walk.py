@@ -53,15 +53,18 @@ def test_a_block_begins_free_without_hash_and_without_neighbours():
 
 
 def test_a_hash_is_set_once_reset_and_set_again():
+    """The notes assign to `block_hash`. In vLLM 0.33, and here, it is read-only: `set_block_hash` sets it."""
     block = KVCacheBlock(5)
-    block.block_hash = key_of(1)
+    block.set_block_hash(key_of(1))
     assert block.block_hash == key_of(1)
     with pytest.raises(AssertionError, match="block 5 already carries a hash"):
+        block.set_block_hash(key_of(2))
+    with pytest.raises(AttributeError):
         block.block_hash = key_of(2)
     assert block.block_hash == key_of(1)
     block.reset_hash()
     assert block.block_hash is None
-    block.block_hash = key_of(2)
+    block.set_block_hash(key_of(2))
     assert block.block_hash == key_of(2)
 
 
