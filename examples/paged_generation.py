@@ -183,7 +183,7 @@ print(f"{num_equal:>5} sequences are, token for token, those of the dense run")
 #  1976 tokens found in the cache on admission
 #  1129 tokens that had to be computed then
 #   132 forward passes
-#    63 blocks moved between two steps
+#   104 blocks moved between two steps
 #    20 sequences migrated
 #    36 sequences evicted and resumed
 #     8 sequences forked

@@ -1,7 +1,13 @@
 """The kernel as the compiler makes it for a GPU that need not be there: how wide its loads and stores are."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -9,45 +15,56 @@ from storage.made_storage import allocate, make_way
 
 pytestmark = pytest.mark.triton
 
-SM_90 = ("cuda", 90, 32)
 THREADS = 4 * 32
 
 
-def compile_for_sm_90(alignment, piece_words):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kv_pool.storage.copy_triton import NUM_WARPS, choose_word, make_kernel
 
-    from kv_pool.storage.copy_triton import NUM_WARPS, choose_word, make_kernel
-
-    alignment, word, word_bytes = choose_word(alignment)
+signature = {"pieces": "*i64", "sources": "*i64", "targets": "*i64", "num_pieces": "i32", "num_items": "i32"}
+programs = []
+for told_alignment, piece_words in %s:
+    alignment, word, word_bytes = choose_word(told_alignment)
     constants = {"word": word, "word_bytes": word_bytes, "piece_words": piece_words, "alignment": alignment}
-    signature = {
-        "pieces": "*i64",
-        "sources": "*i64",
-        "targets": "*i64",
-        "num_pieces": "i32",
-        "num_items": "i32",
-    }
-    source = ASTSource(
-        fn=make_kernel(),
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
-    options = {"num_warps": NUM_WARPS}
-    return triton.compile(source, target=GPUTarget(*SM_90), options=options).asm["ptx"]
+    types = signature | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=make_kernel(), signature=types, constexprs=constants)
+    target = GPUTarget("cuda", 90, 32)
+    programs.append(triton.compile(source, target=target, options={"num_warps": NUM_WARPS}).asm["ptx"])
+print(json.dumps(programs))
+"""
+
+KINDS = [(16, 1024), (16, 4096), (4, 1024), (8, 1024), (2, 1024), (1, 1024)]
+"""Alignments of the memory, and words of a piece."""
+
+
+@cache
+def compile_all_for_sm_90():
+    """In a process of its own: Triton cannot compile everything where its interpreter has run."""
+    with TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "TRITON_CACHE_DIR": folder,
+            "TRITON_DEFAULT_FP_FUSION": "1",  # or Triton 3.9 warns that its default will change
+        }
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE % KINDS], env=environment, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(KINDS, json.loads(done.stdout), strict=True))
+
+
+def compile_for_sm_90(alignment, piece_words):
+    return compile_all_for_sm_90()[alignment, piece_words]
 
 
 def count_accesses(ptx):
     """How often each kind of load and store from device memory is written in the program."""
     return Counter(re.findall(r"\b((?:ld|st)\.global[.\w]*)", ptx))
-
-
-@pytest.fixture(autouse=True)
-def _compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton 3.9 warns that its default will change
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.mark.parametrize("piece_words", [1024, 4096])
