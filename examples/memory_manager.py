@@ -20,7 +20,7 @@ class MemoryManager:
         self.to_compute_again.append(sequence_id)
 
     def allocate_for_sequence(self, sequence_id: int, num_tokens: int) -> list[int]:
-        """Blocks for so many tokens. The first ten sequences have priority: others do not evict them.
+        """Return blocks for `num_tokens` tokens. Other sequences do not evict the first ten.
 
         Where too few blocks are free, the pool evicts what was used longest ago and is not pinned.
         """

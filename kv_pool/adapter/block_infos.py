@@ -12,7 +12,7 @@ from kv_pool.protocol import BlockInfo
 
 
 class HasBlockInfo(Protocol):
-    """What is read of a `GPUKVPool`."""
+    """The methods of a `GPUKVPool` that `BlockInfos` calls."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -23,7 +23,7 @@ class HasBlockInfo(Protocol):
         """Which sequences hold which blocks."""
 
     def get_block_info(self, block_id: int) -> BlockInfo:
-        """What is known of a block."""
+        """See `GPUKVPool.get_block_info`."""
 
 
 class BlockInfos(Mapping[int, BlockInfo]):

@@ -90,7 +90,7 @@ class DevicePools(KVPoolProtocol):
             self.pools[device_id].free(own_ids)
 
     def get_block_info(self, block_id: int) -> BlockInfo:
-        """What is known of a block, free or in use; its id is the one here."""
+        """Return what the pool knows about a block, free or in use, under its id here."""
         device_id, own_id = self._split(as_int("block_id", block_id))
         return replace(self.pools[device_id].get_block_info(own_id), block_id=block_id)
 

@@ -88,7 +88,7 @@ class GPUKVPool(KVPoolProtocol):
     Args:
         block_size: tokens per block.
         device_id: of this pool; distinct among pools that are connected.
-        storage: the bytes of the blocks. Without one, whoever holds them copies in `on_moved`, all moves at
+        storage: the bytes of the blocks. Without one, the caller copies them in `on_moved`, all moves at
             once as `BlockStorage.apply_moves` does, or there are none, and nothing can be migrated.
         block_bytes: for `AllocationResult`, where there is no storage.
         reserved_blocks: free blocks that requests of priority 0 leave alone.
@@ -332,7 +332,7 @@ class GPUKVPool(KVPoolProtocol):
             Their ids. Whoever writes into a block with `ref_count` above 1 takes one of its own before.
         Raises:
             UnknownSequenceError: the parent holds nothing.
-            InvalidArgumentError: the child holds blocks already, or the parent not so many.
+            InvalidArgumentError: the child holds blocks already, or the parent holds fewer.
             EvictedSequenceError: one of them was evicted, see `take_evictions`. In all cases nothing has
                 changed.
         """
@@ -724,7 +724,7 @@ class GPUKVPool(KVPoolProtocol):
         Args:
             max_evictions: cached blocks that may be lost where too little is empty: one copy for each instead
                 of the three of an exchange.
-            max_moves: stop after so many; the next call goes on from there. Two blocks that change places are
+            max_moves: stop after this many; the next call continues. Two blocks that change places are
                 two moves, so that in a full cache nothing moves with 1.
             goal: the fragmentation rate to come down to, 0 to 1.
         Returns:

@@ -22,7 +22,7 @@ _INSIDE: Final = 255
 _INSIDE_ROW: Final = bytes([_INSIDE])
 
 _MIN_CHANGES: Final = 256
-"""So many changes are noted in any pool before all chunks are made anew instead."""
+"""A pool of any size notes this many changes before it rebuilds all chunks instead."""
 
 
 class BuddySystem:

@@ -16,7 +16,7 @@ from kv_pool.manager.swap.swapper import BlockSwapper
 
 
 class GroupedSequence(Protocol):
-    """What is read of a sequence."""
+    """The attributes and methods of a sequence that `BlockSpaceManager` reads."""
 
     seq_id: int
 
@@ -25,7 +25,7 @@ class GroupedSequence(Protocol):
 
 
 class SequenceGroup(Protocol):
-    """What is read of a group: the samples, or beams, of one prompt."""
+    """The methods of a group that `BlockSpaceManager` calls: the samples, or beams, of one prompt."""
 
     def get_seqs(self) -> Sequence[GroupedSequence]:
         """The sequences of the group that have not ended."""

@@ -29,11 +29,15 @@ def read_sequences(pool, storage):
     }
 
 
-@pytest.mark.parametrize("has_own_stream", [False, True], ids=["the engine's stream", "its own stream"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "has_own_stream"),
+    [
+        pytest.param("cpu", False, marks=pytest.mark.torch, id="cpu"),
+        pytest.param("cuda:0", False, marks=pytest.mark.gpu, id="gpu, the engine's stream"),
+        pytest.param("cuda:0", True, marks=pytest.mark.gpu, id="gpu, its own stream"),
+    ],
+)
 def test_a_compaction_takes_the_bytes_along(device, has_own_stream):
-    if has_own_stream and device == "cpu":
-        return  # host memory has no streams: tests/storage/test_block_storage.py
     rng = random.Random(0)
     storage = make_storage(65, device)
     if has_own_stream:

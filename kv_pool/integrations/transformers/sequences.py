@@ -271,7 +271,7 @@ class PagedSequences:
         Args:
             max_evictions: cached blocks that may be lost where too little is empty; the others there change
                 places with blocks in use.
-            max_moves: stop after so many; the next call goes on from there. Two blocks that change places are
+            max_moves: stop after this many; the next call continues. Two blocks that change places are
                 two moves.
             goal: the fragmentation rate to come down to with few moves; None: to the lowest ids with them.
         Returns:

@@ -92,7 +92,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kv_pool.integrations.attention import triton_attention
 
-for dtype in ("bf16", "fp32"):
+for dtype in ("fp16", "bf16", "fp32"):
     for query_tokens in (1, 512):
         kernel = triton_attention.make_kernel.__wrapped__()
         constants = triton_attention.choose_constants(32, 8, 128, 16, query_tokens)
@@ -129,4 +129,4 @@ def test_it_compiles_for_sm_90(tmp_path):
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 4
+    assert len(done.stdout.splitlines()) == 6
